@@ -1,0 +1,1 @@
+"""Compiled PyTorch models in BentoML services."""

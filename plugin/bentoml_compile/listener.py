@@ -1,0 +1,189 @@
+"""How the core tells what it does, without knowing who listens.
+
+`model.py` and the engines open a `Stage` around each step of a boot and report every call of a compiled model.
+Telemetry subclasses `Listener`; the core never imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from bentoml_compile.report import CompileReport
+
+logger = logging.getLogger("bentoml_compile")
+
+Value = str | bool | int | float
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """Something that happened inside a stage, e.g. a fallback to eager."""
+
+    name: str
+    time_ns: int
+    attributes: dict[str, Value]
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """A timed step of a boot: "startup" or a descendant of it.
+
+    Names are those of the spans without their prefix: startup, lookup, load, compile, phase.dynamo, verify, measure,
+    store, wait. Times are nanoseconds since the epoch.
+    """
+
+    name: str
+    parent: Stage | None
+    started_ns: int
+    ended_ns: int | None = None
+    attributes: dict[str, Value] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """A Dynamo compile that happened inside a call."""
+
+    started_ns: int
+    ended_ns: int
+    reason: str
+
+
+class Executable(Protocol):
+    """What served a call: one prepared shape, or eager for a signature that was not prepared."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def label(self) -> str:
+        """The prepared shape's signature, or "unprepared"; few distinct values, fit for a metric's label."""
+
+    @property
+    def prepared(self) -> bool: ...
+
+
+class Listener:
+    """Every method does nothing here; override what you need. An exception raised in one is logged and dropped."""
+
+    def stage_started(self, stage: Stage) -> None:
+        """A stage begins; its parent, if any, has begun before in this thread."""
+
+    def stage_ended(self, stage: Stage) -> None:
+        """The same object as at its start, now with `ended_ns`, its final attributes and its events."""
+
+    def ready(self, report: CompileReport) -> None:
+        """`compile_model` is about to return. The startup stage has not ended yet."""
+
+    def fallback(self, model: str, reason: str) -> None:
+        """Something ended in eager. `reason` is one of few fixed words (no_compiler, time_limit, ...)."""
+
+    def unprepared(self, model: str, action: str) -> None:
+        """A call whose signature was not prepared; action is "eager" or "reject"."""
+
+    def tracing(self) -> bool:
+        """Whether the current call's trace is sampled, so that details that cost time are wanted."""
+        return False
+
+    def called(
+        self,
+        executable: Executable,
+        shape: str | None,
+        batch_size: int | None,
+        started_ns: int,
+        ended_ns: int,
+        compiles: Sequence[Compile],
+        fallback: str | None,
+        device_seconds: float | None,
+        error: BaseException | None,
+    ) -> None:
+        """One call of a compiled model is over (in the caller's thread and context).
+
+        `shape` and `batch_size` are None unless `tracing()` said True at its start. `fallback` is the reason why a
+        prepared shape was answered eagerly this time.
+        """
+
+
+class Listeners:
+    """Several listeners as one; telemetry must never break a boot or a request, so their exceptions end here."""
+
+    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+        self._listeners = tuple(listeners)
+        self._warned = False
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def tell(self, method: str, *args: Any) -> None:
+        for listener in self._listeners:
+            try:
+                getattr(listener, method)(*args)
+            except Exception:
+                self._warn(listener, method)
+
+    def tracing(self) -> bool:
+        try:
+            return any(listener.tracing() for listener in self._listeners)
+        except Exception:
+            return False
+
+    def _warn(self, listener: Listener, method: str) -> None:
+        if not self._warned:  # once: a broken exporter must not fill the log
+            self._warned = True
+            logger.exception("telemetry: %s.%s failed; serving goes on", type(listener).__name__, method)
+
+
+class Timeline:
+    """The stages of one boot, nested by `with`."""
+
+    def __init__(self, listeners: Listeners) -> None:
+        self.listeners = listeners
+        self._open: list[Stage] = []
+
+    @property
+    def current(self) -> Stage:
+        return self._open[-1]
+
+    @property
+    def root(self) -> Stage:
+        return self._open[0]
+
+    @contextlib.contextmanager
+    def stage(self, name: str, **attributes: Value) -> Iterator[Stage]:
+        stage = self._start(name, attributes)
+        try:
+            yield stage
+        except BaseException as error:
+            stage.error = error
+            raise
+        finally:
+            self._open.remove(stage)
+            self._end(stage, time.time_ns())
+
+    def past(self, name: str, parent: Stage, started_ns: int, ended_ns: int, **attributes: Value) -> Stage:
+        """A stage that is already over, such as one of torch's own phases."""
+        stage = Stage(name, parent, started_ns, attributes=attributes)
+        self.listeners.tell("stage_started", stage)
+        self._end(stage, ended_ns)
+        return stage
+
+    def event(self, name: str, **attributes: Value) -> None:
+        self.current.events.append(Event(name, time.time_ns(), attributes))
+
+    def _start(self, name: str, attributes: dict[str, Value]) -> Stage:
+        parent = self._open[-1] if self._open else None
+        stage = Stage(name, parent, time.time_ns(), attributes=attributes)
+        self._open.append(stage)
+        self.listeners.tell("stage_started", stage)
+        return stage
+
+    def _end(self, stage: Stage, ended_ns: int) -> None:
+        stage.ended_ns = ended_ns
+        self.listeners.tell("stage_ended", stage)
