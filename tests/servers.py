@@ -1,0 +1,217 @@
+"""Runs the real `bentoml serve` for tests.
+
+    with Server(directory, tmp_path / "home", env={"BENTOML_CONFIG_OVERRIDES": json.dumps({...})}) as server:
+        httpx.post(f"{server.base_url}/embed", json={"texts": ["hello"]})
+        server.stop()
+        server.start()  # again, with the same home: a warm boot
+
+BENTOML_HOME also tells a server's processes apart from all others, so each server needs a home of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+# What the caller's shell must not pass on to a server under test.
+_DROPPED = ("OTEL_", "BENTOML_", "PROMETHEUS_", "TORCH_COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_LOGS")
+
+
+class Server:
+    """One `bentoml serve TARGET` in `directory`.
+
+    `env` is added to a clean environment, a value of None takes that variable out. The same `home` again is a
+    restart of "the same machine"; another one is a machine that never saw the model.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        home: Path,
+        *,
+        target: str = ".",
+        env: Mapping[str, str | None] | None = None,
+        arguments: Sequence[str] = (),
+        command: Sequence[str] = (sys.executable, "-m", "bentoml"),
+    ) -> None:
+        self.directory = directory
+        self.home = home
+        self.target = target
+        self.env = dict(env or {})
+        self.arguments = tuple(arguments)
+        self.command = tuple(command)
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        home.mkdir(parents=True, exist_ok=True)
+        self._log = home / "server.log"
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's; `processes()` has the workers too."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """Everything the server wrote since its last start, stdout and stderr together."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def start(self, *, wait: bool = True, deadline: float = 120.0) -> Server:
+        """Starts it on a free port and, unless `wait` is False, waits for /readyz to answer 200."""
+        assert self._process is None, "the server runs already"
+        self.port = free_port()
+        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self.command, "serve", self.target, *where, *self.arguments],
+                cwd=self.directory,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if wait:
+            self.wait_ready(deadline)
+        return self
+
+    def wait_ready(self, deadline: float = 120.0) -> None:
+        """Returns when /readyz answers 200; AssertionError with the log if the server ends or `deadline` passes."""
+        self._poll(self._is_ready, deadline, "/readyz did not answer 200")
+
+    def wait_for_log(self, text: str, deadline: float = 60.0) -> None:
+        """Returns when `text` stands in the log."""
+        self._poll(lambda: text in self.log, deadline, f"{text!r} did not appear in the log")
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, deadline: float = 60.0) -> int:
+        """Signals the supervisor, waits until every process of this server is gone, returns the exit code.
+
+        AssertionError if one is left after `deadline` seconds; whatever is left is killed first.
+        """
+        assert self._process is not None, "the server was not started"
+        process, self._process = self._process, None
+        ends = time.monotonic() + deadline
+        if process.poll() is None:
+            process.send_signal(how)
+        while process.poll() is None and time.monotonic() < ends:
+            time.sleep(0.02)
+        while (left := self.processes()) and time.monotonic() < ends:
+            time.sleep(0.02)
+        if left:
+            names = [_command(one) for one in left]
+            _kill(left)
+            process.wait()
+            raise AssertionError(f"still running {deadline} s after {how.name}: {names}\n{self.log}")
+        return process.wait()
+
+    def restart(self, how: signal.Signals = signal.SIGTERM) -> Server:
+        self.stop(how)
+        return self.start()
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of this server: supervisor, workers, and what those started."""
+        return [one for one in psutil.process_iter() if _has_home(one, str(self.home))]
+
+    def metrics(self) -> list[Sample]:
+        """The samples of BentoML's /metrics, over all workers."""
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def __enter__(self) -> Server:
+        try:
+            return self if self._process is not None else self.start()
+        except BaseException:
+            self._kill()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        if error is not None:
+            self._kill()
+            return
+        self.stop()
+
+    def _environment(self) -> dict[str, str]:
+        env: dict[str, str | None] = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
+        env |= {"BENTOML_HOME": str(self.home), "BENTOML_DO_NOT_TRACK": "True", "HF_HUB_OFFLINE": "1"}
+        env |= {"PYTHONUNBUFFERED": "1"}
+        env |= self.env
+        return {key: value for key, value in env.items() if value is not None}
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/readyz", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _poll(self, done: Callable[[], bool], deadline: float, complaint: str) -> None:
+        assert self._process is not None, "the server was not started"
+        ends = time.monotonic() + deadline
+        while not done():
+            if self._process.poll() is not None:
+                raise AssertionError(f"the server ended with {self._process.returncode}; {complaint}\n{self.log}")
+            if time.monotonic() > ends:
+                raise AssertionError(f"{complaint} in {deadline} s\n{self.log}")
+            time.sleep(0.05)
+
+    def _kill(self) -> None:
+        _kill(self.processes())
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def value(samples: Iterable[Sample], name: str, **labels: str) -> float:
+    """The sum of the samples called `name` whose labels include `labels`; 0.0 if there is none."""
+    chosen = [one for one in samples if one.name == name and labels.items() <= one.labels.items()]
+    return sum((one.value for one in chosen), 0.0)
+
+
+def _has_home(process: psutil.Process, home: str) -> bool:
+    try:
+        return bool(process.environ().get("BENTOML_HOME") == home and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return "?"
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
