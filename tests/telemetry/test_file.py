@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+from opentelemetry.util._importlib_metadata import entry_points
+
+ENTRY_POINT = {"group": "opentelemetry_traces_exporter", "name": "bentoml_compile_file"}
+
+
+def test_spans_of_two_exporters_are_appended_to_the_file_that_the_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "traces.jsonl"
+    monkeypatch.setenv("BENTOML_COMPILE_TRACE_FILE", str(path))
+    [entry_point] = entry_points(**ENTRY_POINT)
+    exporter_class = entry_point.load()
+    assert issubclass(exporter_class, SpanExporter)
+
+    for name in ("first worker", "second worker"):
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter_class()))
+        provider.get_tracer("test").start_span(name, attributes={"filler": "x" * 100_000}).end()
+        provider.shutdown()
+
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [_only_span(line)["name"] for line in lines] == ["first worker", "second worker"]
+
+
+def _only_span(line: dict) -> dict:
+    [resource] = line["resourceSpans"]
+    [scope] = resource["scopeSpans"]
+    [span] = scope["spans"]
+    return span
