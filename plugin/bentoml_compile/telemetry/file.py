@@ -1,5 +1,7 @@
 """Traces into a file, for when there is no collector.
 
+The variables select it as any other OpenTelemetry exporter:
+
     pip install 'bentoml-compile[trace]'
     OTEL_TRACES_EXPORTER=bentoml_compile_file BENTOML_COMPILE_TRACE_FILE=traces.jsonl bentoml serve
     bentoml-compile trace traces.jsonl
