@@ -103,11 +103,12 @@ class Listener:
         fallback: str | None,
         device_seconds: float | None,
         error: BaseException | None,
+        queue_seconds: float = 0.0,
     ) -> None:
         """One call of a compiled model is over (in the caller's thread and context).
 
         `shape` and `batch_size` are None unless `tracing()` said True at its start. `fallback` is the reason why a
-        prepared shape was answered eagerly this time.
+        prepared shape was answered eagerly this time. `queue_seconds` is the part of the call that waited for its turn.
         """
 
 
@@ -129,10 +130,13 @@ class Listeners:
                 self._warn(listener, method)
 
     def tracing(self) -> bool:
-        try:
-            return any(listener.tracing() for listener in self._listeners)
-        except Exception:
-            return False
+        for listener in self._listeners:
+            try:
+                if listener.tracing():
+                    return True
+            except Exception:
+                self._warn(listener, "tracing")
+        return False
 
     def _warn(self, listener: Listener, method: str) -> None:
         if not self._warned:  # once: a broken exporter must not fill the log

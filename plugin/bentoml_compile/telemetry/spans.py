@@ -1,0 +1,171 @@
+"""Boots and calls as OpenTelemetry spans.
+
+    tracer = always_on(provider).get_tracer("bentoml_compile")
+    listeners = Listeners([SpanListener(tracer)])
+
+A request costs nothing here unless its trace is sampled or a compile happened inside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.context import Context, get_current
+from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
+
+from bentoml_compile.listener import Compile, Event, Executable, Listener, Stage, Value
+from bentoml_compile.report import CompileReport
+
+PREFIX = "torch_compile."
+
+batched_requests: ContextVar[tuple[SpanContext, ...]] = ContextVar("batched_requests", default=())
+"""The spans of all requests that the running batch answers; set by `bento.batching`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    mode: str
+    startup: SpanContext | None
+
+
+class SpanListener(Listener):
+    """Turns stages and calls into spans of `tracer`, which must sample everything: see `provider.always_on`.
+
+    `boot` gives the context for a startup span that begins outside of any span: that of `bentoml.worker.boot`.
+    """
+
+    def __init__(self, tracer: Tracer, boot: Callable[[], Context | None] = lambda: None) -> None:
+        self._tracer = tracer
+        self._boot = boot
+        self._spans: dict[Stage, Span] = {}
+        self._models: dict[str, _Model] = {}
+
+    def stage_started(self, stage: Stage) -> None:
+        self._spans[stage] = self._tracer.start_span(
+            PREFIX + stage.name, context=self._parent(stage), start_time=stage.started_ns
+        )
+
+    def stage_ended(self, stage: Stage) -> None:
+        span = self._spans[stage]
+        span.set_attributes(_prefixed(stage.attributes))
+        for event in stage.events:
+            _add_event(span, event)
+        if stage.error is not None:
+            _fail(span, stage.error, stage.ended_ns)
+        span.end(stage.ended_ns)
+        if stage.parent is None:  # a child may be reported after its parent's end, but not after the root's
+            for one in [one for one in list(self._spans) if _root(one) is stage]:
+                del self._spans[one]
+
+    def ready(self, report: CompileReport) -> None:
+        startup = next((span for stage, span in list(self._spans.items()) if _is_startup(stage, report.model)), None)
+        self._models[report.model] = _Model(report.mode, startup.get_span_context() if startup else None)
+
+    def tracing(self) -> bool:
+        return trace.get_current_span().get_span_context().trace_flags.sampled
+
+    def called(
+        self,
+        executable: Executable,
+        shape: str | None,
+        batch_size: int | None,
+        started_ns: int,
+        ended_ns: int,
+        compiles: Sequence[Compile],
+        fallback: str | None,
+        device_seconds: float | None,
+        error: BaseException | None,
+        queue_seconds: float = 0.0,
+    ) -> None:
+        if not self.tracing():
+            self._add_recompiles(compiles, get_current())
+            return
+        model = self._models.get(executable.model)
+        span = self._tracer.start_span("torch_compile.inference", start_time=started_ns, links=_links(model))
+        attributes: dict[str, Value | None] = {
+            "model": executable.model,
+            "mode": model.mode if model else None,
+            "engine": executable.engine,
+            "shape": shape or executable.label,
+            "prepared": executable.prepared,
+            "batch_size": batch_size,
+            "device_seconds": device_seconds,
+            **split_seconds(started_ns, ended_ns, compiles, queue_seconds),
+        }
+        span.set_attributes(_prefixed(attributes))
+        self._add_recompiles(compiles, trace.set_span_in_context(span))
+        if fallback is not None:
+            _add_event(span, Event("fallback", started_ns, {"reason": fallback}))
+        if error is not None:
+            _fail(span, error, ended_ns)
+        span.end(ended_ns)
+
+    def _add_recompiles(self, compiles: Sequence[Compile], parent: Context) -> None:
+        for compile_ in compiles:
+            span = self._tracer.start_span("torch_compile.recompile", context=parent, start_time=compile_.started_ns)
+            seconds = (compile_.ended_ns - compile_.started_ns) / 1e9
+            span.set_attributes(_prefixed({"recompile_reason": compile_.reason, "compile_seconds": seconds}))
+            span.end(compile_.ended_ns)
+
+    def _parent(self, stage: Stage) -> Context | None:
+        """None stands for the current context."""
+        if stage.parent is not None:
+            return trace.set_span_in_context(self._spans[stage.parent])
+        if trace.get_current_span().get_span_context().is_valid:
+            return None
+        return self._boot()
+
+
+def split_seconds(
+    started_ns: int, ended_ns: int, compiles: Sequence[Compile], queue_seconds: float
+) -> dict[str, float]:
+    """A call's length as compile_seconds, inference_seconds and queue_seconds, which sum to it.
+
+    Compiles that overlap (a nested frame) count once, and only as far as they lie inside of the call.
+    """
+    length = ended_ns - started_ns
+    compiling, covered_to = 0, started_ns
+    for compile_ in sorted(compiles, key=lambda one: one.started_ns):
+        end = min(compile_.ended_ns, ended_ns)
+        compiling += max(0, end - max(compile_.started_ns, covered_to))
+        covered_to = max(covered_to, end)
+    queued = min(max(0, int(queue_seconds * 1e9)), length - compiling)
+    return {
+        "compile_seconds": compiling / 1e9,
+        "inference_seconds": (length - compiling - queued) / 1e9,
+        "queue_seconds": queued / 1e9,
+    }
+
+
+def _links(model: _Model | None) -> list[Link]:
+    requests = batched_requests.get()
+    links = [Link(request) for request in requests] if len(requests) > 1 else []
+    if model is not None and model.startup is not None:
+        links.append(Link(model.startup))
+    return links
+
+
+def _prefixed(attributes: Mapping[str, Value | None]) -> dict[str, Value]:
+    return {PREFIX + name: value for name, value in attributes.items() if value is not None}
+
+
+def _add_event(span: Span, event: Event) -> None:
+    span.add_event(PREFIX + event.name, _prefixed(event.attributes), event.time_ns)
+
+
+def _fail(span: Span, error: BaseException, time_ns: int | None) -> None:
+    span.record_exception(error, timestamp=time_ns)
+    span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+
+
+def _root(stage: Stage) -> Stage:
+    while stage.parent is not None:
+        stage = stage.parent
+    return stage
+
+
+def _is_startup(stage: Stage, model: str) -> bool:
+    return stage.parent is None and stage.attributes.get("model", model) == model
