@@ -1,0 +1,109 @@
+"""Range checks for integer inputs that index into a table.
+
+Eager PyTorch answers an out-of-range index on the CPU with an IndexError; compiled code ends the process, or reads
+memory that it should not. So the inputs that index something directly are found while eager runs once, and their
+values are checked before each compiled call. On CUDA a device assert is eager's behaviour too, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bentoml_compile.shapes import ExampleInput, Path, leaves
+
+aten = torch.ops.aten
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_COPIES = (aten._to_copy, aten.clone, aten.contiguous, aten._unsafe_view, aten.lift_fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The input at `path` ((args, kwargs) and on) must hold values in [low, high]."""
+
+    path: Path
+    low: int
+    high: int
+
+
+def in_bounds(bounds: Sequence[Bound], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether every checked input is in range: one pass over each, a few microseconds for a batch of token ids."""
+    for bound in bounds:
+        tensor: Any = args if bound.path[0] == 0 else kwargs
+        for key in bound.path[1:]:
+            tensor = tensor[key]
+        if tensor.numel():
+            low, high = tensor.aminmax()
+            if low.item() < bound.low or high.item() > bound.high:
+                return False
+    return True
+
+
+def find_bounds(run: Callable[..., Any], example: ExampleInput) -> tuple[Bound, ...]:
+    """Runs eager on the example and watches what its integer inputs index.
+
+    An input counts as indexing directly also through views, casts and copies of it, but not through arithmetic.
+    """
+    inputs = {
+        path: leaf
+        for path, leaf in leaves((example.args, example.kwargs))
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dtype in _INTEGERS and leaf.numel()
+    }
+    # no_grad, not inference_mode: there, composite operators reach the tracker whole and hide what they index
+    with torch.inference_mode(False), torch.no_grad(), _IndexTracker(inputs) as tracker:
+        run(*example.args, **example.kwargs)
+    return tuple(Bound(path, low, high) for path, (low, high) in tracker.ranges.items())
+
+
+class _IndexTracker(TorchDispatchMode):
+    def __init__(self, inputs: dict[Path, torch.Tensor]) -> None:
+        super().__init__()
+        self.ranges: dict[Path, tuple[int, int]] = {}
+        self._paths = {_storage(tensor): path for path, tensor in inputs.items()}
+        self._alive: list[torch.Tensor] = []  # a freed storage's address may be used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "overloadpacket", func)
+        for index, low, high in _indexed(packet, args, kwargs or {}):
+            self._note(index, low, high)
+        result = func(*args, **(kwargs or {}))
+        if packet in _COPIES and isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
+            path = self._paths.get(_storage(args[0]))
+            if path is not None and result.dtype in _INTEGERS:
+                self._paths.setdefault(_storage(result), path)
+                self._alive.append(result)
+        return result
+
+    def _note(self, index: Any, low: int, high: int) -> None:
+        path = (
+            self._paths.get(_storage(index)) if isinstance(index, torch.Tensor) and index.dtype in _INTEGERS else None
+        )
+        if path is not None:
+            before = self.ranges.get(path, (low, high))
+            self.ranges[path] = (max(low, before[0]), min(high, before[1]))
+
+
+def _indexed(packet: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, int, int]]:
+    """(index tensor, lowest, highest allowed value) for each index that this operator reads."""
+    if packet is aten.embedding or packet is aten._embedding_bag or packet is aten._embedding_bag_forward_only:
+        return [(args[1], 0, args[0].shape[0] - 1)]
+    if packet in (aten.index_select, aten.gather, aten.scatter, aten.scatter_add, aten.scatter_, aten.scatter_add_):
+        size = args[0].shape[args[1]] if args[0].dim() else 1
+        return [(args[2], 0, size - 1)]
+    if packet in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        sizes = args[0].shape
+        return [(index, -sizes[dim], sizes[dim] - 1) for dim, index in enumerate(args[1]) if index is not None]
+    if packet is aten.take:
+        return [(args[1], -args[0].numel(), args[0].numel() - 1)]
+    return []
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage (meta, sparse)
+        return id(tensor)

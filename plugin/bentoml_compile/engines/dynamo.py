@@ -1,0 +1,229 @@
+"""All of torch's private parts that we lean on, each behind one function.
+
+Checked with torch 2.13.0. Each function says what is lost when its private name is missing, and
+tests/engines/test_dynamo.py fails loudly when an upgrade of torch moves one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bentoml_compile.listener import Compile
+from bentoml_compile.report import GraphBreak
+
+logger = logging.getLogger("bentoml_compile")
+
+
+class GuardMiss(Exception):
+    """A prepared shape met a guard that no compiled code satisfies; compiling it again would have cost seconds."""
+
+
+class Gate:
+    """Stands before Dynamo's compiler for one model: open while shapes are prepared, closed while serving.
+
+    Dynamo asks it only for frames that no cached code fits. Closed, it raises GuardMiss instead of compiling, as
+    `torch.compiler.set_stance("fail_on_recompile")` does, but for this model alone (a stance is global).
+    """
+
+    def __init__(self, compile_frame: Callable[..., Any]) -> None:
+        self._torchdynamo_orig_backend = compile_frame  # Dynamo finds the backend's identity by following this name
+        self.open = True
+
+    def __call__(self, frame: Any, cache_entry: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.open:
+            return self._torchdynamo_orig_backend(frame, cache_entry, *args, **kwargs)
+        if not _would_compile(frame):
+            from torch._dynamo.types import ConvertFrameReturn
+
+            return ConvertFrameReturn()
+        raise GuardMiss(f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})")
+
+
+def _would_compile(frame: Any) -> bool:
+    from torch._dynamo import convert_frame, trace_rules
+
+    return not trace_rules.check(frame.f_code) and convert_frame.has_tensor_in_frame(frame)
+
+
+def install_gate(compiled: Any) -> Gate | None:
+    """Puts a Gate into what `torch.compile` returned. None (recompiles are then seen, not prevented) if it changed."""
+    try:
+        context = compiled.dynamo_ctx if isinstance(compiled, torch.nn.Module) else _context_of(compiled)
+        callback = context.callback
+        gate = Gate(callback._torchdynamo_orig_backend)
+        callback._torchdynamo_orig_backend = gate
+    except (AttributeError, LookupError):
+        logger.warning("torch %s: recompiles inside of requests cannot be prevented, only seen", torch.__version__)
+        return None
+    return gate
+
+
+def _context_of(function: Callable[..., Any]) -> Any:
+    """The _TorchDynamoContext that a compiled function closes over."""
+    variables = inspect.getclosurevars(inspect.unwrap(function, stop=lambda f: hasattr(f, "_torchdynamo_wrapper_id")))
+    return variables.nonlocals["self"]
+
+
+@contextlib.contextmanager
+def recorded_graph_breaks() -> Iterator[list[GraphBreak]]:
+    """Collects the graph breaks of the compiles inside; filled at the end. Empty if torch's list is missing."""
+    found: list[GraphBreak] = []
+    try:
+        from torch._dynamo.utils import graph_break_reasons
+    except ImportError:
+        yield found
+        return
+    before = len(graph_break_reasons)
+    try:
+        yield found
+    finally:
+        breaks = (graph_break(str(item.reason), item.user_stack) for item in graph_break_reasons[before:])
+        found.extend(dict.fromkeys(breaks))  # Dynamo records a break again each time it restarts a frame
+
+
+def graph_break(reason: str, stack: Any) -> GraphBreak:
+    """From Dynamo's own text (sections "Explanation:" and "Hint:") and the user's stack, innermost frame last."""
+    frame = stack[-1] if stack else None
+    sections: dict[str, list[str]] = {}
+    for line in reason.splitlines():
+        key, _, text = line.strip().partition(": ")
+        if key in ("Explanation", "Hint"):
+            sections.setdefault(key, []).append(text.strip())
+    first = reason.strip().splitlines()[0].strip() if reason.strip() else "unknown"
+    explanation = " ".join(sections.get("Explanation", ()))
+    return GraphBreak(
+        file=frame.filename if frame else "",
+        line=(frame.lineno or 0) if frame else 0,
+        source=(frame.line or "").strip() if frame else "",
+        reason=f"{first}. {explanation}".strip() if explanation else first,
+        hint=" ".join(sections.get("Hint", ())),
+    )
+
+
+@contextlib.contextmanager
+def recorded_sources() -> Iterator[set[str]]:
+    """Collects the files of every function that Dynamo traces inside; filled at the end.
+
+    Without torch's list an artifact is guarded by the files of the model's classes alone.
+    """
+    files: set[str] = set()
+    from torch._guards import TracingContext
+
+    contexts: list[Any] = []
+    original = TracingContext.__init__
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        contexts.append(self)
+
+    TracingContext.__init__ = remember  # type: ignore[method-assign]
+    try:
+        yield files
+    finally:
+        TracingContext.__init__ = original  # type: ignore[method-assign]
+        for context in contexts:
+            files.update(code.co_filename for code in getattr(context, "traced_code", None) or ())
+        files.difference_update([name for name in files if not os.path.isfile(name)])
+
+
+def cache_misses() -> int:
+    """How many graphs Inductor had to compile in this process because its cache did not have them."""
+    from torch._dynamo.utils import counters
+
+    inductor = counters["inductor"]
+    return int(inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"])
+
+
+@contextlib.contextmanager
+def inductor_cache(directory: Path | None) -> Iterator[None]:
+    """Inductor keeps what it compiles inside in `directory`; None: where it does anyway.
+
+    Its in-memory caches are dropped on both ends: code that an earlier model left there would not be written again,
+    and the directory would not be complete.
+    """
+    if directory is None:
+        yield
+        return
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
+    _clear_inductor_memory()
+    try:
+        yield
+    finally:
+        _clear_inductor_memory()
+        if before is None:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def _clear_inductor_memory() -> None:
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()
+
+
+class CompileWatch(threading.local):
+    """The Dynamo compiles of each thread since they were last taken, seen through Dynamo's own callbacks.
+
+    Reading `compiles` is all that a call costs; the list stays empty until something compiles.
+    """
+
+    def __init__(self) -> None:
+        self.compiles: list[Compile] = []
+        self._started_ns: int | None = None
+
+    def take(self) -> list[Compile]:
+        taken, self.compiles = self.compiles, []
+        return taken
+
+    def on_start(self, _: Any) -> None:
+        self._started_ns = time.time_ns()
+
+    def on_end(self, args: Any) -> None:
+        if self._started_ns is not None:
+            self.compiles.append(Compile(self._started_ns, time.time_ns(), _recompile_reason(args)))
+            self._started_ns = None
+
+
+def _recompile_reason(args: Any) -> str:
+    trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
+    if trigger and trigger != "DYNAMO":
+        return trigger.lower()
+    compile_id = str(getattr(args, "compile_id", ""))
+    try:
+        from torch._dynamo.utils import get_metrics_context
+
+        reason = get_metrics_context()._metrics.get("recompile_reason")
+    except (ImportError, AttributeError):
+        reason = None
+    return str(reason) if reason else f"first compile of frame {compile_id}"
+
+
+watch = CompileWatch()
+_registered = False
+
+
+def start_watching() -> None:
+    """Registers `watch` with Dynamo, once a process. Without torch's callbacks recompiles are not counted."""
+    global _registered
+    if _registered:
+        return
+    try:
+        from torch._dynamo.callback import callback_handler
+    except ImportError:
+        logger.warning("torch %s: recompiles inside of requests cannot be seen", torch.__version__)
+        return
+    callback_handler.register_start_callback(watch.on_start)
+    callback_handler.register_end_callback(watch.on_end)
+    _registered = True

@@ -1,0 +1,61 @@
+"""Why compiling failed: one of few words for metrics and spans, and a sentence that says what to do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    reason: (
+        str  # no_compiler | compiler_failed | out_of_memory | time_limit | no_space | backend_error | load_failed ...
+    )
+    message: str  # what happened and what to do next
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "std::bad_alloc" in str(error)
+
+
+def classify(error: BaseException) -> Failure:
+    """Looks through the chain of causes: Dynamo and Inductor wrap the error that matters."""
+    chain = _chain(error)
+    names = {type(link).__name__ for link in chain}
+    text = "\n".join(str(link) for link in chain)
+    first_line = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0][:300]
+    if any(map(out_of_memory, chain)):
+        return Failure(
+            "out_of_memory", f"{first_line}; give the worker more memory, or prepare fewer or smaller shapes"
+        )
+    if names & {"InvalidCxxCompiler"} or "Failed to find C compiler" in text or "No working C++ compiler" in text:
+        return Failure(
+            "no_compiler",
+            "no C++ compiler found; install one (Debian: apt-get install g++; RHEL: dnf install gcc-c++) or set CXX",
+        )
+    if "TritonMissing" in names:
+        return Failure("no_compiler", "Triton is not installed; pip install triton")
+    if any(isinstance(link, OSError) and link.errno in (28, 122) for link in chain):
+        return Failure(
+            "no_space", f"{first_line}; free space in the store or prune it: bentoml-compile artifacts prune"
+        )
+    if names & {"CppCompileError", "CalledProcessError", "CompilationError"} or "C++ compile error" in text:
+        compiler = os.environ.get("CXX", "g++")
+        return Failure(
+            "compiler_failed", f"{compiler} failed: {first_line}; run `{compiler} --version`, check TMPDIR's space"
+        )
+    return Failure("backend_error", f"{type(chain[-1]).__name__}: {first_line}; see TORCH_LOGS=+dynamo,+inductor")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return chain

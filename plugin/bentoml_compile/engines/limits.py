@@ -1,0 +1,135 @@
+"""What may end a compile early: the time limit, SIGTERM and Ctrl-C. The worker then goes on, or ends, promptly.
+
+BentoML constructs services inside of its event loop's start-up, where uvicorn's own handlers only set a flag that
+nobody reads until the compile is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import psutil
+
+
+class TimeLimitReached(BaseException):
+    """Not an Exception: torch's and Inductor's own `except Exception` must not swallow it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeLimitReached inside the block after `seconds`, and ends the compiler processes that it started.
+
+    In the main thread by SIGALRM, which also interrupts a blocked call; in another thread, or where the program
+    uses SIGALRM itself, between two bytecodes (a child compiler that it waits for is killed, which unblocks it).
+    """
+    children = _Children()
+    reached = threading.Event()
+
+    def stop() -> None:
+        reached.set()
+        children.kill()
+
+    arm = _alarm if _alarm_is_free() else _async_exception
+    try:
+        with arm(seconds, stop):
+            yield
+    except TimeLimitReached:
+        raise
+    except BaseException as error:
+        if reached.is_set() and isinstance(error, Exception):  # the killed compiler was reported as an error first
+            raise TimeLimitReached from error
+        raise
+
+
+def _alarm_is_free() -> bool:
+    return (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, None)
+        and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    )
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float, stop: Any) -> Iterator[None]:
+    def on_alarm(_signum: int, _frame: FrameType | None) -> None:
+        stop()
+        raise TimeLimitReached
+
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _async_exception(seconds: float, stop: Any) -> Iterator[None]:
+    thread = ctypes.c_ulong(threading.get_ident())
+    over = threading.Lock()  # held by whoever comes first: the end of the block or the timer
+
+    def on_time() -> None:
+        if over.acquire(blocking=False):
+            stop()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeLimitReached))
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), on_time)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if not over.acquire(blocking=False):
+            timer.join()  # the exception is set by now, and is raised here at the latest
+
+
+@contextlib.contextmanager
+def prompt_termination() -> Iterator[None]:
+    """SIGTERM and SIGINT inside the block end the process's compilers and raise SystemExit or KeyboardInterrupt.
+
+    Does nothing outside of the main thread, which is the only one that may set handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    children = _Children()
+    before: dict[int, Any] = {}
+
+    def on_signal(signum: int, _frame: FrameType | None) -> None:
+        _restore(before)
+        children.kill()
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+            before[signum] = signal.signal(signum, on_signal)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    while handlers:
+        signal.signal(*handlers.popitem())
+
+
+class _Children:
+    """The child processes that start after this object was made; the worker's earlier ones are none of our business."""
+
+    def __init__(self) -> None:
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    def kill(self) -> None:
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in self._before:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()

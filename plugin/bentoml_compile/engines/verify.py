@@ -1,0 +1,140 @@
+"""Is the compiled result the eager one? Same structure, dtypes, shapes and devices, and values within tolerance.
+
+In float32 and up the tolerance is `torch.testing.assert_close`'s for the dtype. Below float32 those defaults reject
+correct models (half-precision BERT), while the compiled result is often nearer the truth than eager's; there the
+compiled error against a float64 (else float32) run may be at most twice eager's, plus tolerance.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.testing._comparison import default_tolerances
+from torch.utils import _pytree as pytree
+
+from bentoml_compile.config import VerifyConfig
+from bentoml_compile.shapes import ExampleInput
+
+logger = logging.getLogger("bentoml_compile")
+
+_LOW_PRECISION = frozenset(
+    dtype
+    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if (dtype := getattr(torch, name, None)) is not None
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`max_error` is the largest absolute difference of compiled to eager over all floating outputs."""
+
+    max_error: float
+    problem: str = ""  # what differs, empty if nothing does
+
+
+def compare(
+    eager: Any, compiled: Any, *, config: VerifyConfig, reference: Callable[[], Any] | None = None
+) -> Comparison:
+    """Compares two outputs of the model's method.
+
+    `reference` computes the same output in higher precision; it is called only if an output is below float32.
+    """
+    expected, structure = pytree.tree_flatten(eager)
+    actual, actual_structure = pytree.tree_flatten(compiled)
+    if type(eager) is not type(compiled) or structure != actual_structure:
+        return Comparison(float("inf"), f"output structure {actual_structure} instead of {structure}")
+    truth = _truth(expected, reference)
+    largest = 0.0
+    for index, (want, got, exact) in enumerate(zip(expected, actual, truth, strict=True)):
+        error, problem = _compare_leaf(want, got, exact, config)
+        largest = max(largest, error)
+        if problem:
+            return Comparison(largest, f"output {index}: {problem}")
+    return Comparison(largest)
+
+
+def _truth(expected: list[Any], reference: Callable[[], Any] | None) -> list[Any]:
+    nothing = [None] * len(expected)
+    if reference is None or not any(isinstance(x, torch.Tensor) and x.dtype in _LOW_PRECISION for x in expected):
+        return nothing
+    exact = reference()
+    flat = pytree.tree_leaves(exact) if exact is not None else []
+    return flat if len(flat) == len(expected) else nothing
+
+
+def _compare_leaf(want: Any, got: Any, exact: Any, config: VerifyConfig) -> tuple[float, str]:
+    if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
+        same = type(want) is type(got) and (want == got or want != want)
+        return (0.0, "") if same else (float("inf"), f"{got!r} instead of {want!r}")
+    for what in ("dtype", "shape", "device", "layout"):
+        if getattr(want, what) != getattr(got, what):
+            return float("inf"), f"{what} {getattr(got, what)} instead of {getattr(want, what)}"
+    if not (want.is_floating_point() or want.is_complex()):
+        differ = int((want != got).sum())
+        return (0.0, "") if not differ else (float("inf"), f"{differ} of {want.numel()} {want.dtype} values differ")
+    error = _max_difference(got, want)
+    if want.dtype in _LOW_PRECISION and isinstance(exact, torch.Tensor):
+        return error, _worse_than_eager(want, got, exact, config)
+    return error, _not_close(want, got, config)
+
+
+def _not_close(want: torch.Tensor, got: torch.Tensor, config: VerifyConfig) -> str:
+    rtol, atol = _tolerances(want.dtype, config)
+    try:
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _worse_than_eager(want: torch.Tensor, got: torch.Tensor, exact: torch.Tensor, config: VerifyConfig) -> str:
+    rtol, atol = _tolerances(want.dtype, config)
+    if not torch.equal(want.isfinite(), got.isfinite()):
+        return "NaN or infinity where eager has none (or the other way round)"
+    finite = exact.isfinite() & want.isfinite()
+    scale = float(exact[finite].abs().max()) if bool(finite.any()) else 0.0
+    eager_error, error = _max_difference(want[finite], exact[finite]), _max_difference(got[finite], exact[finite])
+    allowed = 2 * eager_error + atol + rtol * scale
+    if error <= allowed:
+        return ""
+    return f"error {error:.3g} against {exact.dtype}, allowed {allowed:.3g} (eager's own error is {eager_error:.3g})"
+
+
+def _tolerances(dtype: torch.dtype, config: VerifyConfig) -> tuple[float, float]:
+    rtol, atol = default_tolerances(dtype)
+    return rtol if config.rtol is None else config.rtol, atol if config.atol is None else config.atol
+
+
+def _max_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    if not left.numel():
+        return 0.0
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    difference = (left.to(wide) - right.to(wide)).abs()
+    return float(torch.nan_to_num(difference, nan=0.0, posinf=float("inf")).max())
+
+
+def in_higher_precision(model: torch.nn.Module, method: str, example: ExampleInput) -> Any:
+    """The method's output from a float64 (else float32) copy of the model; None if neither fits or runs."""
+    for dtype in (torch.float64, torch.float32):
+        try:
+            wide = copy.deepcopy(model).to(dtype)
+            args, kwargs = _cast((example.args, example.kwargs), dtype)
+            with torch.autocast(device_type=_device_type(model), enabled=False):
+                return (wide if method == "forward" else getattr(wide, method))(*args, **kwargs)
+        except Exception as error:  # a cast that the model does not support, or no memory for the copy
+            logger.debug("verify: no %s reference: %s", dtype, error)
+    return None
+
+
+def _cast(inputs: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    tensor = next((*model.parameters(), *model.buffers()), None) if hasattr(model, "parameters") else None
+    return tensor.device.type if tensor is not None else "cpu"

@@ -1,0 +1,324 @@
+"""compile_model() and CompiledModel: a model made ready before the first request, and a call that never compiles.
+
+    encoder = compile_model(load_encoder(), example_inputs=[{"input_ids": ids, "attention_mask": mask}], name="encoder")
+    encoder.report.outcome      # "compiled" on the first boot, "loaded" on the next
+    encoder(input_ids=..., attention_mask=...)
+
+This module knows neither BentoML nor OpenTelemetry: `bentoml_compile.compile_model` adds the service's config and the
+listeners. The steps of a boot are in startup.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bentoml_compile.config import CompileConfig, parse_config
+from bentoml_compile.engines import dynamo, jit
+from bentoml_compile.engines.bounds import in_bounds
+from bentoml_compile.engines.limits import prompt_termination
+from bentoml_compile.errors import ConfigError, UnpreparedInputError
+from bentoml_compile.listener import Compile, Executable, Listener, Listeners, Timeline
+from bentoml_compile.report import CompileReport, GraphBreak
+from bentoml_compile.shapes import (
+    ExampleInput,
+    batch_size_of,
+    describe,
+    parameter_names,
+    read_example_inputs,
+    signature_of,
+)
+from bentoml_compile.startup import PreparedShape, Startup, device_of
+
+logger = logging.getLogger("bentoml_compile")
+
+_open_models: weakref.WeakValueDictionary[str, CompiledModel] = weakref.WeakValueDictionary()
+_explained: list[tuple[str, tuple[GraphBreak, ...]]] | None = None
+
+
+def compile_model(
+    model: torch.nn.Module,
+    *,
+    example_inputs: Sequence[Mapping[str, Any] | tuple[Any, ...]],
+    name: str = "model",
+    method: str = "forward",
+    config: CompileConfig | Mapping[str, Any] | None = None,
+    listeners: Sequence[Listener] = (),
+    default_store: Path | None = None,
+) -> CompiledModel:
+    """Compiles (or loads) one method of a model for the signatures of `example_inputs`.
+
+    Args:
+        model: the module as it will serve: on its device, in its dtype, in eval mode. It is not copied.
+        example_inputs: one entry per prepared shape: a dict of keyword arguments or a tuple of positional ones.
+        name: unique in the process; artifacts, spans and metrics carry it.
+        method: the method to compile; `forward` means calling the module, with its hooks.
+        config: None means defaults.
+        listeners: told about every step and call.
+        default_store: where artifacts are kept if the config names no place; None: nowhere.
+
+    Raises:
+        ConfigError: a wrong setting, a wrong example input, or a second model of this name.
+        GraphBreakError: `fullgraph: require` and the model is not one graph.
+        VerificationError: `verify.strict` and the compiled result differs.
+    """
+    config = parse_config(config, where=f"compile_model(name={name!r})")
+    examples = read_example_inputs(example_inputs, model=name)
+    _check_model(model, method, name)
+    names = parameter_names(getattr(model, method))
+    shapes = [PreparedShape(name, describe(e, names), signature_of(names, e.args, e.kwargs), e) for e in examples]
+    shapes = list({shape.label: shape for shape in shapes}.values())
+    timeline = Timeline(Listeners(listeners))
+    with (
+        prompt_termination(),
+        timeline.stage("startup", model=name, mode=config.mode, fullgraph=config.fullgraph) as stage,
+    ):
+        startup = Startup(model, method, name, config, shapes, timeline, default_store)
+        if _explained is not None:
+            _explained.append((name, jit.find_graph_breaks(model, method, examples)))
+        else:
+            startup.run()
+        report = startup.report((time.time_ns() - stage.started_ns) / 1e9)
+        stage.attributes.update(
+            engine=report.engine,
+            outcome=report.outcome,
+            fingerprint=report.fingerprint,
+            graph_breaks=len(report.graph_breaks),
+        )
+        timeline.listeners.tell("ready", report)
+    _say_ready(report)
+    compiled = CompiledModel(model, method, config, names, startup, report, timeline.listeners)
+    _open_models[name] = compiled
+    return compiled
+
+
+def _check_model(model: Any, method: str, name: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"compile_model(name={name!r}): model must be a torch.nn.Module, not {type(model).__name__}")
+    if not callable(getattr(model, method, None)):
+        raise ConfigError(f"compile_model(name={name!r}): {type(model).__name__} has no method {method!r}")
+    if name in _open_models:
+        gc.collect()  # an earlier service instance may wait for it
+    if name in _open_models:
+        raise ConfigError(
+            f"compile_model(name={name!r}): this process has a compiled model of that name; give each its own name, "
+            "or close() the other"
+        )
+    if model.training:
+        logger.warning("model %r is in training mode; call model.eval() first for inference", name)
+
+
+def _say_ready(report: CompileReport) -> None:
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in report.phases.items() if seconds >= 0.05)
+    engines = ", ".join(
+        f"{shape.signature} → {shape.engine}" + (f" ({shape.speedup:.2f}x)" if shape.speedup else "")
+        for shape in report.shapes
+    )
+    logger.info(
+        "model %r: %s in %.1f s%s; %s",
+        report.model,
+        report.outcome,
+        report.seconds,
+        f" ({phases})" if phases else "",
+        engines,
+    )
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[list[tuple[str, tuple[GraphBreak, ...]]]]:
+    """Inside, compile_model compiles nothing and appends (name, graph breaks) to the list instead."""
+    global _explained
+    _explained = []
+    try:
+        yield _explained
+    finally:
+        _explained = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unprepared:
+    """What serves a signature that was not prepared; implements listener.Executable."""
+
+    model: str
+    engine: str = "eager"
+    label: str = "unprepared"
+    prepared: bool = False
+
+
+class CompiledModel:
+    """Calls a model's method: compiled where the input's signature was prepared, else as `on_unprepared` says.
+
+    Takes and returns exactly what the method does, from any thread, always under `torch.inference_mode()`. Reads the
+    model's attributes through. What is changed on the model after start-up (weights replaced in place are fine) is
+    noticed only as far as Dynamo's guards notice it; such calls run eagerly.
+
+    Attributes:
+        report: what the boot did.
+        recompiles: how many compiles have happened inside calls since.
+    """
+
+    report: CompileReport
+    recompiles: int
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        method: str,
+        config: CompileConfig,
+        names: tuple[str, ...],
+        startup: Startup,
+        report: CompileReport,
+        listeners: Listeners,
+    ) -> None:
+        dynamo.start_watching()
+        self.__dict__.update(
+            _model=model,
+            _eager=jit.eager_callable(model, method),
+            _names=names,
+            _program=startup.program,
+            _artifact=startup.artifact,
+            _prepared={shape.signature: shape for shape in startup.shapes if shape.signature is not None},
+            _unprepared=_Unprepared(report.model),
+            _rejects=config.enabled and config.on_unprepared == "reject",
+            _listeners=listeners,
+            _on_cuda=device_of(model).type == "cuda",
+            _lock=threading.Lock(),
+            _said=set(),
+            report=report,
+            recompiles=0,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The story of a request: signature, the prepared executable, result.
+
+        Raises:
+            UnpreparedInputError: `on_unprepared: reject` and the signature was not prepared.
+            Exception: whatever the model itself raises for this input.
+        """
+        shape: PreparedShape | None = self._prepared.get(signature_of(self._names, args, kwargs))
+        if shape is None:
+            self._check_unprepared(args, kwargs)
+        executable: Executable = shape if shape is not None else self._unprepared
+        fallback: str | None = None
+        error: BaseException | None = None
+        clock = _DeviceClock() if self._on_cuda and self._listeners.tracing() else None
+        started = time.time_ns()
+        try:
+            if shape is None or shape.engine == "eager" or not in_bounds(shape.bounds, args, kwargs):
+                with torch.inference_mode():
+                    return self._eager(*args, **kwargs)
+            try:
+                return self._program(*args, **kwargs)
+            except Exception as failure:
+                fallback = self._explain_fallback(failure)
+                with torch.inference_mode():
+                    return self._eager(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._tell(executable, args, kwargs, started, fallback, clock, error)
+
+    def close(self) -> None:
+        """Frees the compiled code and the name. A later call raises RuntimeError."""
+        if _open_models.get(self.report.model) is self:
+            del _open_models[self.report.model]
+        if self._artifact is not None:
+            self._artifact.release()
+        self.__dict__.update(_program=None, _artifact=None, _prepared={}, _eager=self._closed, _rejects=False)
+
+    def _closed(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"model {self.report.model!r} is closed")
+
+    def _check_unprepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        action = "reject" if self._rejects else "eager"
+        self._listeners.tell("unprepared", self.report.model, action)
+        if self._rejects:
+            given = describe(ExampleInput(args, kwargs), self._names)
+            prepared = "\n".join(f"  {shape.signature}" for shape in self.report.shapes)
+            raise UnpreparedInputError(
+                f"model {self.report.model!r}: this input was not prepared: {given}\nprepared are:\n{prepared}"
+            )
+
+    def _explain_fallback(self, failure: Exception) -> str:
+        """Why a prepared shape is answered eagerly this time; said once per reason in the log."""
+        reason = "guard" if isinstance(failure, dynamo.GuardMiss) else "call_failed"
+        said = f"{reason}: {failure if reason == 'guard' else type(failure).__name__}"
+        if said not in self._said and len(self._said) < 100:
+            self._said.add(said)
+            logger.warning(
+                "model %r: a prepared shape was answered eagerly (%s); was the model, autocast or a torch setting "
+                "changed after start-up?",
+                self.report.model,
+                said,
+                exc_info=None if reason == "guard" else failure,
+            )
+        self._listeners.tell("fallback", self.report.model, reason)
+        return reason
+
+    def _tell(
+        self,
+        executable: Executable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        started: int,
+        fallback: str | None,
+        clock: _DeviceClock | None,
+        error: BaseException | None,
+    ) -> None:
+        ended = time.time_ns()
+        compiles: Sequence[Compile] = ()
+        if dynamo.watch.compiles:
+            compiles = dynamo.watch.take()
+            with self._lock:
+                self.__dict__["recompiles"] += len(compiles)
+        listeners = self._listeners
+        if not listeners:
+            return
+        if listeners.tracing():
+            shape = executable.label if executable.prepared else describe(ExampleInput(args, kwargs), self._names)
+            batch, device_seconds = batch_size_of(args, kwargs), clock.seconds() if clock else None
+        else:
+            shape, batch, device_seconds = None, None, None
+        listeners.tell("called", executable, shape, batch, started, ended, compiles, fallback, device_seconds, error)
+
+    def __getattr__(self, name: str) -> Any:
+        # only for what this class does not have
+        if name.startswith("__") or "_model" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"a compiled model is fixed at start-up: set {name!r} on the model before compile_model() is called"
+        )
+
+    def __repr__(self) -> str:
+        report = self.report
+        return (
+            f"<CompiledModel {report.model!r} {report.engine} {report.outcome}, {len(report.shapes)} prepared shapes>"
+        )
+
+
+class _DeviceClock:
+    """Seconds that the GPU spent on a call; only made for sampled calls, since reading it waits for the device."""
+
+    def __init__(self) -> None:
+        self._started = torch.cuda.Event(enable_timing=True)
+        self._started.record()
+
+    def seconds(self) -> float:
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        ended.synchronize()
+        return float(self._started.elapsed_time(ended)) / 1e3

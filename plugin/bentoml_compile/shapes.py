@@ -1,0 +1,153 @@
+"""Input signatures: what makes two calls the same to a compiled model.
+
+A prepared shape is the signature of one example input. A signature covers everything that compiled code depends on:
+argument names and structure, and for each tensor its class, dtype, sizes, strides, device and requires_grad; for
+anything else its type and value. It is built on every call, so this is plain code on tuples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bentoml_compile.errors import ConfigError
+
+Signature = frozenset[tuple[str, Hashable]]
+
+_CONSTANTS = (int, bool, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleInput:
+    """One entry of `example_inputs`, as it is passed to the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def clone(self) -> ExampleInput:
+        """A deep copy of the tensors, so that a model that writes into its inputs cannot change the example."""
+        return ExampleInput(_clone(self.args), _clone(self.kwargs))
+
+
+def read_example_inputs(example_inputs: Any, *, model: str) -> list[ExampleInput]:
+    """Checks what the user gave: a non-empty list of dicts (keyword arguments) or tuples (positional ones).
+
+    Raises:
+        ConfigError: names the model, the entry and what is allowed.
+    """
+    if not isinstance(example_inputs, Sequence) or isinstance(example_inputs, (str, bytes)) or not example_inputs:
+        raise ConfigError(
+            f"compile_model(name={model!r}): example_inputs must be a list with at least one entry (a dict of keyword "
+            f"arguments or a tuple of positional ones), not {type(example_inputs).__name__}"
+        )
+    return [_read_example(entry, index, model) for index, entry in enumerate(example_inputs)]
+
+
+def _read_example(entry: Any, index: int, model: str) -> ExampleInput:
+    if isinstance(entry, tuple):
+        example = ExampleInput(entry, {})
+    elif isinstance(entry, Mapping):  # transformers' BatchEncoding is a Mapping, but not a dict
+        example = ExampleInput((), dict(entry))
+    else:
+        raise ConfigError(
+            f"compile_model(name={model!r}): example_inputs[{index}] must be a dict of keyword arguments or a tuple of "
+            f"positional ones, not {type(entry).__name__}"
+        )
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves((example.args, example.kwargs))):
+        raise ConfigError(f"compile_model(name={model!r}): example_inputs[{index}] holds no tensor")
+    return example
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the positional parameters, so that f(x) and f(input=x) have one signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
+
+
+def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
+    """The call's signature, or None where it has none (an argument that cannot be compared by value)."""
+    try:
+        items = [(name, _leaf(value)) for name, value in kwargs.items()]
+        if args:
+            items += [(names[i] if i < len(names) else f"*{i}", _leaf(value)) for i, value in enumerate(args)]
+        return frozenset(items)
+    except (_NoSignature, RuntimeError):  # RuntimeError: a layout without strides (sparse, nested)
+        return None
+
+
+class _NoSignature(Exception):
+    pass
+
+
+def _leaf(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return (type(value), value.dtype, value.shape, value.stride(), value.device, value.requires_grad)
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return (kind, value)
+    if kind is dict or isinstance(value, Mapping):
+        return (kind, tuple((key, _leaf(value[key])) for key in value))
+    if kind is list or kind is tuple:
+        return (kind, tuple(map(_leaf, value)))
+    raise _NoSignature
+
+
+def describe(example: ExampleInput, names: tuple[str, ...]) -> str:
+    """The signature for people: "attention_mask: int64[2, 12], input_ids: int64[2, 12]"; strides only if unusual."""
+    named = dict(example.kwargs)
+    named.update({names[i] if i < len(names) else f"*{i}": value for i, value in enumerate(example.args)})
+    return ", ".join(f"{name}: {_describe(named[name])}" for name in sorted(named))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        text = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if value.layout is torch.strided and not value.is_contiguous():
+            text += f" strides {list(value.stride())}"
+        return text if value.device.type == "cpu" else f"{text} on {value.device}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_describe, value)) + ")"
+    return repr(value)
+
+
+def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Size of the first dimension of the first tensor; 1 for a call without one."""
+    for _, leaf in leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    return 1
+
+
+Path = tuple[Any, ...]
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each leaf of nested dicts, lists and tuples, with the keys and indices that lead to it."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: _clone(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_clone, value))
+    return value
