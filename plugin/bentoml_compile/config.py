@@ -2,42 +2,300 @@
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from typing_extensions import Self
+
+from bentoml_compile.errors import ConfigError
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 FullGraph = Literal["require", "prefer", "allow_breaks"]
+Engine = Literal["auto", "jit"]
+OnUnprepared = Literal["eager", "reject"]
+
+SECTION = "torch_compile"  # the key under a BentoML service's config, and the start of every dotted path in a message
+
+
+def _key(default: Any, allowed: str, description: str, **constraints: Any) -> Any:
+    """A key of the config: what it may be and what it means, in the words of error messages and docs."""
+    extra: dict[str, Any] = {"allowed": allowed}
+    return Field(default=default, description=description, json_schema_extra=extra, **constraints)
+
+
+def _words(literal: Any) -> str:
+    return ", ".join(get_args(literal))
+
+
+def _fullgraph(value: Any) -> Any:
+    return {True: "require", False: "allow_breaks"}[value] if isinstance(value, bool) else value
+
+
+def _verify(value: Any) -> Any:
+    return {} if value is True else value
+
+
+def _verify_branch(value: Any) -> str | None:
+    if value is False:
+        return "off"
+    return "on" if isinstance(value, dict | VerifyConfig) else None
+
+
+def _path(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    expanded = os.path.expandvars(os.path.expanduser(value))
+    if not expanded or "$" in expanded:
+        raise ValueError("empty, or an environment variable that is not set")
+    return Path(expanded)
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class VerifyConfig(_Section):
-    rtol: float | None = Field(default=None, ge=0)  # None: torch.testing's default for the output's dtype
-    atol: float | None = Field(default=None, ge=0)
-    strict: bool = False
-    on_load: bool = False
+    """How far a compiled model's results may be from the eager model's."""
+
+    rtol: float | None = _key(None, "a number of at least 0, null", "relative tolerance; null: by the dtype", ge=0)
+    atol: float | None = _key(None, "a number of at least 0, null", "absolute tolerance; null: by the dtype", ge=0)
+    strict: bool = _key(False, "true, false", "a mismatch stops the boot instead of serving eagerly")
+    on_load: bool = _key(False, "true, false", "verify a model that was loaded from an artifact, too")
 
 
 class ArtifactsConfig(_Section):
-    store: Path | None = None  # None: $BENTOML_HOME/compile
-    write: bool = True
-    refresh: bool = False
+    """Where compiled artifacts are kept on this machine."""
+
+    store: Annotated[Path | None, BeforeValidator(_path)] = _key(
+        None, "a path (~ and environment variables are expanded), null", "folder; null: $BENTOML_HOME/compile"
+    )
+    write: bool = _key(True, "true, false", "keep what this boot compiles")
+    refresh: bool = _key(False, "true, false", "compile again, whatever is stored")
 
 
 class CompileConfig(_Section):
-    enabled: bool = True
-    mode: Mode = "default"
-    fullgraph: FullGraph = "prefer"
-    dynamic: bool | None = None
-    engine: Literal["auto", "jit"] = "auto"
-    backend: str = "inductor"
-    options: dict[str, Any] = Field(default_factory=dict)
-    on_unprepared: Literal["eager", "reject"] = "eager"
-    time_limit: float = Field(default=1800, gt=0)
-    keep_eager_if_slower: bool = True
-    verify: VerifyConfig | Literal[False] = VerifyConfig()
-    artifacts: ArtifactsConfig = ArtifactsConfig()
+    """How one model is compiled; every value is checked, and frozen.
+
+    Raises:
+        ConfigError: a key or value that is not known, with the nearest one that is.
+    """
+
+    enabled: bool = _key(True, "true, false", "false: serve eagerly, as with TORCH_COMPILE_DISABLE=1")
+    mode: Mode = _key("default", _words(Mode), "torch.compile's mode")
+    fullgraph: Annotated[FullGraph, BeforeValidator(_fullgraph)] = _key(
+        "prefer",
+        "require (true), prefer, allow_breaks (false)",
+        "require: a graph break stops the boot; prefer: one graph if possible",
+    )
+    dynamic: bool | None = _key(
+        None,
+        "null, true, false (ranges of single dimensions are not supported by this version)",
+        "torch.compile's dynamic: whether sizes become symbols; null: when they change",
+    )
+    engine: Engine = _key("auto", _words(Engine), "what compiles: auto picks, jit is torch.compile")
+    backend: str = _key("inductor", "the name of a torch.compile backend", "torch.compile's backend", min_length=1)
+    options: dict[str, Any] = _key(
+        {}, "a mapping of option names (text) to values", "the backend's options; for inductor they override the mode's"
+    )
+    on_unprepared: OnUnprepared = _key("eager", _words(OnUnprepared), "what answers an input of a shape not prepared")
+    time_limit: float = _key(1800.0, "a number above 0", "seconds for compiling at start-up, then eager", gt=0)
+    keep_eager_if_slower: bool = _key(True, "true, false", "serve a shape eagerly where compiled is slower")
+    verify: Annotated[
+        Annotated[VerifyConfig, Tag("on")] | Annotated[Literal[False], Tag("off")],
+        Discriminator(_verify_branch),
+        BeforeValidator(_verify),
+    ] = _key(VerifyConfig(), "false, true, a mapping (rtol, atol, strict, on_load)", "compare with the eager model")
+    artifacts: ArtifactsConfig = _key(
+        ArtifactsConfig(), "a mapping (store, write, refresh)", "what is kept for the next boot"
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_in_our_words(cls, value: Any, check: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        try:
+            return check(value)
+        except ValidationError as error:
+            if info.context == _WORDED_BY_CALLER:
+                raise
+            raise _refusal("CompileConfig", _lines(error, SECTION)) from None
+
+
+_WORDED_BY_CALLER = "worded by caller"  # a validation context: the caller knows the place and words the errors
+
+
+def parse_config(value: Mapping[str, Any] | CompileConfig | None, *, where: str) -> CompileConfig:
+    """The config of one model.
+
+    Args:
+        value: keys of CompileConfig, such a config, or None for the defaults.
+        where: who asks, for messages, e.g. "compile_model(name='encoder')".
+
+    Returns:
+        The config; not `enabled` if TORCH_COMPILE_DISABLE=1 or TORCHDYNAMO_DISABLE=1 is set.
+
+    Raises:
+        ConfigError: all that is wrong, one line each: the key, the value, what is allowed, the nearest known name.
+    """
+    if isinstance(value, CompileConfig):
+        config = value
+    else:
+        section = {} if value is None else value
+        _refuse(where, _problems(section, SECTION))
+        config = CompileConfig.model_validate(_plain(section))
+    return config.model_copy(update={"enabled": False}) if _disabled_by_environment() else config
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSection:
+    """The checked `torch_compile` section of one service; made by `parse_service_section`."""
+
+    service: str
+    keys: Mapping[str, Any]
+    models: Mapping[str, Mapping[str, Any]]
+
+    def for_model(self, name: str) -> CompileConfig:
+        """The service's keys, with those of `models.<name>` merged over them, mapping by mapping."""
+        return parse_config(merged(self.keys, self.models.get(name, {})), where=f"service {self.service!r}")
+
+    def unused(self, used: Collection[str]) -> list[str]:
+        """The names under `models` that are not in `used`."""
+        return [name for name in self.models if name not in used]
+
+
+def parse_service_section(section: Mapping[str, Any] | None, *, service: str) -> ServiceSection:
+    """Check a service's whole `torch_compile` section, each of its per-model sections included.
+
+    Args:
+        section: keys of CompileConfig and `models`: a mapping of model names to such keys. None: nothing is set.
+        service: the service's name, for messages.
+
+    Raises:
+        ConfigError: all that is wrong, one line each, as for `parse_config`.
+    """
+    where = f"service {service!r}"
+    if section is None:
+        return ServiceSection(service, {}, {})
+    if not isinstance(section, Mapping):
+        raise _refusal(where, _problems(section, SECTION))
+    keys = {key: value for key, value in section.items() if key != "models"}
+    models = section.get("models", {})
+    problems = _problems(keys, SECTION, also_known=("models",))
+    if isinstance(models, Mapping):
+        for name, overrides in models.items():
+            problems += _problems(overrides, f"{SECTION}.models.{name}")
+    else:
+        problems.append(f"{SECTION}.models: {models!r} is not allowed; allowed: a mapping of model names to mappings")
+    _refuse(where, problems)
+    return ServiceSection(service, _plain(keys), _plain(models))
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """' (did you mean ...?)' for a word close to a known one, else ''."""
+    matches = difflib.get_close_matches(str(word).lower(), list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `over` laid on it, mapping by mapping; neither is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _disabled_by_environment() -> bool:
+    # torch knows no other value than "1" (torch 2.13: torch/_dynamo/config.py and eval_frame.py).
+    return any(os.environ.get(name) == "1" for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"))
+
+
+def _refuse(where: str, problems: list[str]) -> None:
+    if problems:
+        raise _refusal(where, problems)
+
+
+def _refusal(where: str, problems: list[str]) -> ConfigError:
+    return ConfigError("\n  ".join([f"{where}: torch_compile cannot be used like this", *problems]))
+
+
+def _problems(section: object, path: str, also_known: tuple[str, ...] = ()) -> list[str]:
+    if not isinstance(section, Mapping):
+        return [f"{path}: {section!r} is not allowed; allowed: a mapping of keys to values"]
+    try:
+        CompileConfig.model_validate(_plain(section), context=_WORDED_BY_CALLER)
+    except ValidationError as error:
+        return _lines(error, path, also_known)
+    return []
+
+
+def _lines(error: ValidationError, path: str, also_known: tuple[str, ...] = ()) -> list[str]:
+    return [
+        _line(detail["type"], detail["loc"], detail["input"], path, also_known)
+        for detail in error.errors(include_url=False, include_context=False)
+    ]
+
+
+def _line(kind: str, location: tuple[int | str, ...], value: object, path: str, also_known: tuple[str, ...]) -> str:
+    names, field, section = _locate(location)
+    dotted = ".".join([path, *names])
+    if kind in ("extra_forbidden", "invalid_key"):
+        known = [*section.model_fields, *(also_known if section is CompileConfig else ())]
+        return f"{dotted}: unknown key{nearest(names[-1], known)}, value {value!r}; known: {', '.join(known)}"
+    assert field is not None
+    assert isinstance(field.json_schema_extra, dict)  # every key is made by _key
+    hint = nearest(value, filter(_is_text, get_args(field.annotation))) if isinstance(value, str) else ""
+    return f"{dotted}: {value!r} is not allowed{hint}; allowed: {field.json_schema_extra['allowed']}"
+
+
+def _locate(location: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | None, type[BaseModel]]:
+    """The names on the way to an error, the last known key on it, and the section that the last name stands in."""
+    names: list[str] = []
+    section: type[BaseModel] = CompileConfig
+    field: FieldInfo | None = None
+    parts = iter(location)
+    for part in parts:
+        names.append(str(part))
+        found = section.model_fields.get(str(part))
+        if found is None:
+            break
+        field = found
+        nested = _section_in(field)
+        if nested is not None and field.annotation is not nested:
+            next(parts, None)  # a union: pydantic puts its branch's tag into the location
+        section = nested or section
+    return names, field, section
+
+
+def _section_in(field: FieldInfo) -> type[BaseModel] | None:
+    for kind in (field.annotation, *(get_args(part)[0] for part in get_args(field.annotation) if get_args(part))):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _plain(value: Any) -> Any:
+    """A deep copy in which every mapping is a dict, as pydantic's strict mode wants it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
