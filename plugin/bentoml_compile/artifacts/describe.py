@@ -1,0 +1,333 @@
+"""A short text for any Python value that is the same in every process in which the value is the same.
+
+Nothing in it depends on addresses, set order or PYTHONHASHSEED, and nothing of the value's own code is run: no
+property, no `__repr__`, no `__iter__`. Values that differ in a way that could change compiled code give different
+texts; the few that are known by name alone are listed in `_by_name`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import re
+import sys
+import types
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+_MAX_DEPTH = 100  # levels; what lies deeper counts by its class alone, long before Python's recursion limit
+
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented)})
+_PRINTED = (  # their repr is their value
+    range, slice, re.Pattern, PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction,
+    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+_NATIVE = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+)
+_WRAPPERS = (staticmethod, classmethod)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+
+MODULE_STATE = frozenset(vars(nn.Module()))  # what every nn.Module keeps for itself: parameters, hooks, children, ...
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+    "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def short_hash(parts: Iterable[str]) -> str:
+    """12 hex digits over the parts and their boundaries."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode(errors="surrogatepass")
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
+    return digest.hexdigest()[:12]
+
+
+def qualified(kind: Any) -> str:
+    """The dotted name of a class or function."""
+    return f"{getattr(kind, '__module__', None)}.{getattr(kind, '__qualname__', type(kind).__qualname__)}"
+
+
+def is_versioned(module: str | None) -> bool:
+    """Whether the module is torch's or Python's own, so that their versions stand for its source."""
+    top = (module or "builtins").partition(".")[0]
+    return top in ("torch", "torchgen", "functorch") or (top in sys.stdlib_module_names and top != "__main__")
+
+
+class Describer:
+    """Describes values, each object once. Not for use by several threads.
+
+    Args:
+        names: what to call the objects that belong to the model itself, by their id: they are described elsewhere.
+
+    Attributes:
+        files: the source files of the functions and classes that were met, without torch's and Python's own.
+    """
+
+    def __init__(self, names: Mapping[int, str] | None = None) -> None:
+        self.files: set[Path] = set()
+        self._names = names or {}
+        self._done: dict[int, tuple[object, str]] = {}  # holds the object, so that its id stays its own
+        self._open: dict[int, int] = {}
+
+    def describe(self, value: Any) -> str:
+        kind = type(value)
+        if kind in _SCALARS:
+            return f"{kind.__name__} {value!r}"
+        key = id(value)
+        if key in self._names:
+            return f"the model's {self._names[key]}"
+        if key in self._done:
+            return self._done[key][1]
+        if key in self._open:
+            return f"cycle {self._open[key]}"
+        if len(self._open) >= _MAX_DEPTH:
+            return f"deep {qualified(kind)}"
+        self._open[key] = len(self._open)
+        try:
+            text = short_hash(self._parts(value, kind))
+        finally:
+            del self._open[key]
+        self._done[key] = (value, text)
+        return text
+
+    def attributes(self, module: nn.Module) -> dict[str, str]:
+        """The module's plain attributes by name: all that torch does not keep for itself."""
+        return {name: self.describe(value) for name, value in _own_attributes(module)}
+
+    def hooks(self, module: nn.Module) -> list[str]:
+        """One text for each hook; the order counts, the process's running hook number does not."""
+        state = vars(module)
+        return [
+            f"{kind} {[flag for flag in _HOOK_FLAGS if number in state.get(flag, ())]} {self.describe(hook)}"
+            for kind in _HOOKS
+            for number, hook in state.get(kind, {}).items()
+        ]
+
+    def module_class(self, kind: type) -> str:
+        """The class by name and by what its bases (torch's own aside) define: patched methods count, too."""
+        if id(kind) not in self._done:
+            parts = [text for base in kind.__mro__ for text in self._class_parts(base)]
+            self._done[id(kind)] = (kind, f"{qualified(kind)} {short_hash(parts)}")
+        return self._done[id(kind)][1]
+
+    def _class_parts(self, base: type) -> Iterator[str]:
+        yield qualified(base)
+        self._note_source(base.__module__)
+        own = not is_versioned(base.__module__)
+        for name, value in sorted(vars(base).items()):
+            if isinstance(value, (types.FunctionType, *_WRAPPERS, property)):
+                if own or (name == "forward" and not is_versioned(getattr(value, "__module__", None))):
+                    yield f"{name} {self.describe(value)}"
+            elif own and not name.startswith("__"):
+                plain = type(value) in _SCALARS or isinstance(value, (tuple, list, dict, enum.Enum))
+                yield f"{name} {self.describe(value) if plain else qualified(type(value))}"
+
+    def _parts(self, value: Any, kind: type) -> Iterator[str]:
+        yield qualified(kind)
+        if isinstance(value, _PRINTED):
+            yield repr(value)
+        elif isinstance(value, enum.Enum):
+            yield value.name
+        elif (name := _by_name(value)) is not None:
+            yield name
+            if isinstance(value, type):
+                self._note_source(value.__module__)
+        elif isinstance(value, torch.Tensor):
+            yield from self.tensor(value)
+        elif isinstance(value, nn.Module):
+            yield from self._hidden_module(value)
+        elif kind.__module__ == "numpy" and hasattr(kind, "tobytes"):
+            yield from self._array(value)
+        elif isinstance(value, types.CodeType):
+            yield from self._code(value)
+        elif isinstance(value, types.FunctionType):
+            yield from self._function(value)
+        elif isinstance(value, types.MethodType):
+            yield from map(self.describe, (value.__func__, value.__self__))
+        elif isinstance(value, functools.partial):
+            yield from map(self.describe, (value.func, value.args, value.keywords))
+        elif isinstance(value, _WRAPPERS):
+            yield self.describe(value.__func__)
+        elif isinstance(value, property):
+            yield from map(self.describe, (value.fget, value.fset))
+        else:
+            yield from self._container(value)
+            yield from self._state(value, kind)
+
+    def _container(self, value: Any) -> Iterator[str]:
+        # The base class's own methods: a subclass's override is somebody's code.
+        if isinstance(value, dict):
+            for key, item in dict.items(value):
+                yield f"{self.describe(key)}={self.describe(item)}"
+        elif isinstance(value, types.MappingProxyType):
+            yield self.describe(dict(value))
+        elif isinstance(value, (list, tuple, deque)):
+            base = list if isinstance(value, list) else tuple if isinstance(value, tuple) else deque
+            items = list(base.__iter__(value))  # type: ignore[arg-type]
+            if set(map(type, items)) <= _SCALARS:
+                yield repr(items)
+            else:
+                yield from map(self.describe, items)
+        elif isinstance(value, (set, frozenset)):
+            base_set = set if isinstance(value, set) else frozenset
+            yield from sorted(map(self._apart, base_set.__iter__(value)))  # type: ignore[arg-type]
+        elif isinstance(value, (bytearray, memoryview)):
+            yield hashlib.sha256(value).hexdigest()
+        elif isinstance(value, (str, bytes, int, float, complex)):  # a subclass: an IntEnum has been met above
+            base_scalar = next(b for b in (str, bytes, int, float, complex) if isinstance(value, b))
+            yield base_scalar.__repr__(value)
+
+    def _apart(self, value: Any) -> str:
+        """As `describe`, independent of what was met before: a set has no order in which its items are met."""
+        other = Describer(self._names)
+        other._open = dict(self._open)
+        text = other.describe(value)
+        self.files |= other.files
+        return text
+
+    def _state(self, value: Any, kind: type) -> Iterator[str]:
+        self._note_source(kind.__module__)
+        if kind.__module__.startswith("torch._dynamo"):
+            return  # a compiled function: its state is torch's, and different after every call
+        skip = _LEFT_OUT_OF_HUGGING_FACE if _is_hugging_face(kind) else ()
+        for name, item in sorted(_instance_dict(value).items(), key=lambda pair: str(pair[0])):
+            if name not in skip:
+                yield f"{name}={self.describe(item)}"
+        for base in kind.__mro__:
+            for name, slot in sorted(vars(base).items()):
+                if isinstance(slot, types.MemberDescriptorType) and not is_versioned(base.__module__):
+                    try:
+                        yield f"{name}={self.describe(slot.__get__(value, kind))}"
+                    except AttributeError:
+                        yield f"{name} unset"
+
+    def _function(self, function: types.FunctionType) -> Iterator[str]:
+        yield qualified(function)
+        if is_versioned(function.__module__) and _is_versioned_file(function.__code__.co_filename):
+            return
+        self._note_source(function.__module__)
+        self._note_file(function.__code__.co_filename)
+        yield self.describe(function.__code__)
+        yield self.describe(function.__defaults__)
+        yield self.describe(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                yield self.describe(cell.cell_contents)
+            except ValueError:
+                yield "empty cell"
+        for name in function.__code__.co_names:  # a constant of the function's module, set from the environment maybe
+            if type(function.__globals__.get(name, function)) in _SCALARS:
+                yield f"global {name}={function.__globals__[name]!r}"
+
+    def _code(self, code: types.CodeType) -> Iterator[str]:
+        yield code.co_code.hex()
+        yield self.describe(code.co_consts)
+        yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags))
+        yield repr((code.co_argcount, code.co_kwonlyargcount, code.co_posonlyargcount))
+
+    def _hidden_module(self, module: nn.Module) -> Iterator[str]:
+        """A module in a list or closure: not in the model's state, so its weights count by value."""
+        yield self.module_class(type(module))
+        yield f"training={module.training}"
+        yield from (f"{name}={text}" for name, text in self.attributes(module).items())
+        yield from self.hooks(module)
+        for state in ("_parameters", "_buffers", "_modules"):
+            yield self.describe(vars(module)[state])
+
+    def _array(self, value: Any) -> Iterator[str]:
+        yield f"{value.dtype.str} {value.shape}"
+        yield self.describe(value.tolist()) if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
+
+    def tensor(self, tensor: torch.Tensor, *, values: bool = True) -> Iterator[str]:
+        """Kind, dtype, shape, strides, device kind, requires_grad and, unless told otherwise, the values."""
+        yield f"{qualified(type(tensor))} {tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} {tensor.layout}"
+        yield f"{tensor.requires_grad} {tensor.stride() if tensor.layout is torch.strided else ''}"
+        if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol for tensors that wrap tensors (torchao, DTensor)
+            inner, context = tensor.__tensor_flatten__()
+            yield self.describe(context)
+            for name in inner:
+                yield from self.tensor(getattr(tensor, name), values=values)
+        elif values and tensor.device.type != "meta":
+            yield _value_hash(tensor)
+
+    def _note_source(self, module: str | None) -> None:
+        if not is_versioned(module):
+            self._note_file(getattr(sys.modules.get(module or ""), "__file__", None) or "")
+
+    def _note_file(self, name: str) -> None:
+        if name.endswith(".py") and Path(name).is_absolute() and not _is_versioned_file(name):
+            self.files.add(Path(name))
+
+
+# Where a Hugging Face model or its config was loaded from is no part of the code, and the generation config keeps a
+# hash of itself that is another in every process. Checked with transformers 5.24.
+_LEFT_OUT_OF_HUGGING_FACE = ("_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash")
+
+
+def _is_hugging_face(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__)
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    skip = _LEFT_OUT_OF_HUGGING_FACE if _is_hugging_face(type(module)) else ()
+    for name, value in sorted(vars(module).items()):
+        if name not in MODULE_STATE and name not in skip and name != "_compiled_call_impl":
+            yield name, value
+
+
+def _by_name(value: Any) -> str | None:
+    """The name, for what is known by it alone."""
+    if isinstance(value, (type, *_NATIVE)):
+        return qualified(value)
+    if isinstance(value, (types.ModuleType, logging.Logger)):
+        return getattr(value, "__name__", None) or getattr(value, "name", "")
+    if isinstance(value, torch.Generator):
+        return str(value.device)
+    return "" if isinstance(value, weakref.ReferenceType) else None
+
+
+def _instance_dict(value: Any) -> Mapping[str, Any]:
+    state = inspect.getattr_static(value, "__dict__", None)  # not getattr: a class may make it a property
+    if isinstance(state, types.GetSetDescriptorType):
+        state = state.__get__(value)
+    return state if isinstance(state, dict) else {}
+
+
+def _is_versioned_file(name: str) -> bool:
+    """As `is_versioned`, by file: a decorated function carries the module name of what it wraps."""
+    if name.startswith(("<frozen", _TORCH)):
+        return True
+    return name.startswith(_PYTHON) and "-packages" not in name
+
+
+def _value_hash(tensor: torch.Tensor) -> str:
+    try:
+        plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        data = plain.resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8)
+        array: Any = data.numpy()
+        return hashlib.sha256(array).hexdigest()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return "no values"  # a fake or functional tensor has none to read
