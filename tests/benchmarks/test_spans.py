@@ -24,7 +24,7 @@ def test_a_stage_has_the_time_that_no_stage_inside_of_it_has(tmp_path: Path, mon
         span.end(int(end * 1e9))
         return span
 
-    boot = record("bentoml.worker.boot", 0, 100)
+    boot = record("bentoml.worker.boot", 1, 100)
     startup = record("torch_compile.startup", 10, 30, boot)
     compile_ = record("torch_compile.compile", 12, 25, startup)
     record("torch_compile.phase.dynamo", 12, 14, compile_)
