@@ -89,7 +89,7 @@ def test_a_wrong_value_is_refused_with_its_path_and_what_is_allowed(
     ("section", "path", "nearest"),
     [
         ({"mode": "max_autotune"}, "torch_compile.mode", "max-autotune"),
-        ({"mode": "Default"}, "torch_compile.mode", "default"),
+        ({"mode": "MAX-AUTOTUNE"}, "torch_compile.mode", "max-autotune"),
         ({"fullgraph": "allow-breaks"}, "torch_compile.fullgraph", "allow_breaks"),
         ({"moed": "default"}, "torch_compile.moed", "mode"),
         ({"verify": {"rtoll": 1}}, "torch_compile.verify.rtoll", "rtol"),

@@ -104,6 +104,15 @@ print(settings.current_service(), settings.settings_for("encoder").mode)
     ]
 
 
+def test_a_dependency_constructed_inside_leaves_bentomls_merged_config_as_its_entry_needs_it(tmp_path: Path) -> None:
+    script = """
+from bentoml._internal.configuration.containers import BentoMLContainer
+Embedder()
+print(BentoMLContainer.config.get()["services"]["my-embedder"]["torch_compile"]["mode"])
+"""
+    assert output(tmp_path, script) == ["reduce-overhead"]
+
+
 def test_a_config_file_is_overridden_by_json_and_that_by_options(tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bentoml
 
 from bentoml_compile.errors import CompileError
+from bentoml_compile.model import explaining
 from bentoml_compile.report import GraphBreak
 
 
@@ -23,8 +24,6 @@ def explain(target: str) -> list[tuple[str, tuple[GraphBreak, ...]]]:
         CompileError: the target is a legacy service. ConfigError: its torch_compile section cannot be used.
         bentoml.exceptions.BentoMLException: it cannot be loaded. Whatever the service's `__init__` raises.
     """
-    from bentoml_compile.model import explaining
-
     service = bentoml.load(target, standalone_load=True)  # standalone: the working folder stays the service's
     if not isinstance(service, bentoml.Service):
         raise CompileError(f"{target} is a legacy service; explain needs a class decorated with @bentoml.service")
