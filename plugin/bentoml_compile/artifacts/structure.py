@@ -14,7 +14,7 @@ from torch import nn
 
 from bentoml_compile.artifacts.describe import Describer, qualified, short_hash
 
-__all__ = ["ModelAxes", "hash_files", "model_axes"]
+__all__ = ["ModelAxes", "file_hash", "hash_files", "model_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,11 @@ def model_axes(model: nn.Module) -> ModelAxes:
 
 def hash_files(paths: Iterable[str]) -> dict[str, str]:
     """The SHA-256 of each file's content by its path, "missing" where it cannot be read."""
-    return {path: _file_hash(path) for path in sorted(set(paths))}
+    return {path: file_hash(path) for path in sorted(set(paths))}
 
 
-def _file_hash(path: str) -> str:
+def file_hash(path: str | Path) -> str:
+    """The SHA-256 of a file's content, "missing" if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -148,7 +149,7 @@ def _devices(tensors: list[_Tensor]) -> tuple[torch.device, ...]:
 
 def _sources(files: Iterable[Path]) -> str:
     # By name and content: the same model in a Bento that lies elsewhere is the same model.
-    parts = sorted(f"{path.name} {_file_hash(str(path))}" for path in files)
+    parts = sorted(f"{path.name} {file_hash(path)}" for path in files)
     return f"{short_hash(parts)} ({len(parts)} files)" if parts else "none"
 
 
