@@ -1,0 +1,108 @@
+"""A service whose model is a stand-in: it reports a boot and calls as the core does, in milliseconds and without torch.
+
+BOOT=raise or BOOT=exit ends `__init__` inside of the compile stage. GLOBAL_ENDPOINT sets up a global OpenTelemetry
+provider, as `opentelemetry-instrument` would.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import bentoml
+
+from bentoml_compile.bento import batching, boot
+from bentoml_compile.listener import Compile, Listeners, Timeline
+from bentoml_compile.report import CompileReport
+
+boot.install()
+batching.install()
+
+if endpoint := os.environ.get("GLOBAL_ENDPOINT"):
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    trace.set_tracer_provider(TracerProvider())
+    trace.get_tracer_provider().add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    model: str = "toy"
+    engine: str = "jit"
+    label: str = "x: float32[1]"
+    prepared: bool = True
+
+
+class Toy:
+    """Doubles its inputs."""
+
+    def __init__(self) -> None:
+        self.listeners = Listeners(boot.listeners())
+        self.shape = Shape()
+        timeline = Timeline(self.listeners)
+        with timeline.stage("startup", model="toy", mode="default"):
+            with timeline.stage("lookup") as lookup:
+                lookup.attributes["outcome"] = "miss"
+            with timeline.stage("compile") as compile_:
+                end_as_told(os.environ.get("BOOT", ""))
+            timeline.past("phase.dynamo", compile_, compile_.started_ns, compile_.ended_ns or 0)
+            timeline.event("fallback", reason="graph_break")
+            report = CompileReport(
+                "toy", "jit", "compiled", 1.5, "f" * 8, "default", fullgraph=False, phases={"dynamo": 0.5}
+            )
+            self.listeners.tell("ready", report)
+
+    def __call__(self, xs: Sequence[float], recompiles: bool = False) -> list[float]:
+        started = time.time_ns()
+        time.sleep(0.005)  # as a model would: so that requests queue up behind a batch
+        ended = time.time_ns()
+        compiles = [Compile(started, (started + ended) // 2, "size mismatch at index 0")] if recompiles else []
+        self.listeners.tell("called", self.shape, None, len(xs), started, ended, compiles, None, None, None)
+        return [2 * x for x in xs]
+
+
+def end_as_told(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("no such weights")
+    if how == "exit":
+        raise SystemExit(3)
+
+
+@bentoml.service(threads=4)
+class Traced:
+    def __init__(self) -> None:
+        self.toy = Toy()
+
+    @bentoml.api
+    def double(self, x: float) -> float:
+        return self.toy([x])[0]
+
+    @bentoml.api
+    async def double_async(self, x: float) -> float:
+        return self.toy([x])[0]
+
+    @bentoml.api
+    def recompile(self, x: float) -> float:
+        return self.toy([x], recompiles=True)[0]
+
+    @bentoml.api(batchable=True, max_batch_size=4, max_latency_ms=10_000)
+    def batched(self, xs: list[float]) -> list[float]:
+        return self.toy(xs)
+
+    @bentoml.api(batchable=True, max_batch_size=4, max_latency_ms=10_000)
+    async def batched_async(self, xs: list[float]) -> list[float]:
+        return self.toy(xs)
+
+
+@bentoml.service
+class Plain:
+    """Compiles nothing."""
+
+    @bentoml.api
+    def echo(self, x: float) -> float:
+        return x
