@@ -137,24 +137,26 @@ class MetricsListener(Listener):
 
 # Words of Dynamo's guard failures (torch 2.13), in order of precedence; the whole text is on the recompile span.
 _REASONS = (
-    ("first_compile", r"first compile of frame"),
-    ("limit", r"limit"),
-    ("dtype", r"dtype mismatch|dtype"),
+    ("first_compile", r"^first compile of frame"),
+    ("cudagraphs", r"^cudagraph"),
+    ("limit", r"(recompile|cache_size)_limit"),
+    ("dtype", r"dtype"),
+    ("dispatch_key", r"dispatch key"),  # another device, or training where inference was compiled
     ("device", r"device"),
-    ("dispatch_key", r"dispatch key"),
     ("grad_mode", r"requires_grad|grad_mode|inference_mode"),
     ("global_state", r"GLOBAL_STATE|global state|torch_function|deterministic|autocast|num_threads"),
-    ("stride", r"stride mismatch|\.stride\(\)"),
-    ("shape", r"size mismatch|rank mismatch|\.size\(\)|\.shape\b|\bEq\(|\bNe\(|size|dynamic"),
-    ("type", r"type_id|TYPE_MATCH|expected type|class"),
-    ("object", r"obj_id|ID_MATCH|\bis\b"),
+    ("stride", r"stride"),
+    ("shape", r"(size|rank) mismatch|size\(\)|shape|\bEq\(|\bNe\("),
+    ("type", r"expected type|type_id|TYPE_MATCH"),
+    ("object", r"obj_id|ID_MATCH"),
     ("value", r"==|len\(|EQUALS_MATCH"),
 )
 
 
 def classify(reason: str) -> str:
     """One of few words for Dynamo's free text, fit for a label; "other" for what is not known."""
-    return next((word for word, pattern in _REASONS if re.search(pattern, reason)), "other")
+    guard = reason.split("\n", 1)[0].split("  #", 1)[0]  # the user's source line and stack follow
+    return next((word for word, pattern in _REASONS if re.search(pattern, guard)), "other")
 
 
 def forget_dead_workers() -> None:

@@ -81,7 +81,8 @@ class SpanListener(Listener):
         queue_seconds: float = 0.0,
     ) -> None:
         if not self.tracing():
-            self._add_recompiles(compiles, get_current())
+            if compiles:
+                self._add_recompiles(compiles, get_current())
             return
         model = self._models.get(executable.model)
         span = self._tracer.start_span("torch_compile.inference", start_time=started_ns, links=_links(model))
