@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bentoml_compile.artifacts.fingerprint import FORMAT, Fingerprint
+from bentoml_compile.artifacts.axes import FORMAT, Fingerprint
 from bentoml_compile.artifacts.lock import LOCK, DirectoryLock, try_lock
 from bentoml_compile.artifacts.manifest import (
     CACHE,

@@ -22,12 +22,14 @@ import types
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import nn
+
+from bentoml_compile.artifacts.hashing import short_hash
 
 _MAX_DEPTH = 100  # levels; what lies deeper counts by its class alone, long before Python's recursion limit
 
@@ -53,16 +55,6 @@ _HOOKS = (
     "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-
-
-def short_hash(parts: Iterable[str]) -> str:
-    """12 hex digits over the parts and their boundaries."""
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode(errors="surrogatepass")
-        digest.update(b"%d:" % len(data))
-        digest.update(data)
-    return digest.hexdigest()[:12]
 
 
 def qualified(kind: Any) -> str:

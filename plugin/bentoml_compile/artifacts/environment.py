@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from bentoml_compile.artifacts.describe import Describer, short_hash
+from bentoml_compile.artifacts.describe import Describer
+from bentoml_compile.artifacts.hashing import short_hash
 
 __all__ = ["environment_axes", "versions"]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue, ValidationError
 
-from bentoml_compile.artifacts.fingerprint import FORMAT, Fingerprint
+from bentoml_compile.artifacts.axes import FORMAT, Fingerprint
+from bentoml_compile.artifacts.hashing import file_hash
 from bentoml_compile.artifacts.lock import LOCK
-from bentoml_compile.artifacts.structure import file_hash
 from bentoml_compile.errors import ArtifactRejected
 
 MANIFEST = "manifest.json"

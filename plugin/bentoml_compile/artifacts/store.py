@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bentoml_compile.artifacts.artifact import TRASH, Artifact, Draft, new_draft, remove_unused, sweep
-from bentoml_compile.artifacts.fingerprint import Fingerprint
+from bentoml_compile.artifacts.axes import Fingerprint
+from bentoml_compile.artifacts.hashing import hash_files
 from bentoml_compile.artifacts.lock import LOCK, DirectoryLock, try_lock
 from bentoml_compile.artifacts.manifest import (
     MANIFEST,
@@ -38,7 +39,6 @@ from bentoml_compile.artifacts.manifest import (
     timestamp,
     write_checked,
 )
-from bentoml_compile.artifacts.structure import hash_files
 from bentoml_compile.errors import ArtifactRejected
 from bentoml_compile.report import GraphBreak, Rejection
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bentoml_compile.artifacts.describe import Describer, qualified, short_hash
+from bentoml_compile.artifacts.describe import Describer, qualified
+from bentoml_compile.artifacts.hashing import file_hash, short_hash
 
-__all__ = ["ModelAxes", "file_hash", "hash_files", "model_axes"]
+__all__ = ["ModelAxes", "model_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,6 @@ def model_axes(model: nn.Module) -> ModelAxes:
         "sources": _sources(describer.files),
     }
     return ModelAxes(axes, attributes, _devices(tensors))
-
-
-def hash_files(paths: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of each file's content by its path, "missing" where it cannot be read."""
-    return {path: file_hash(path) for path in sorted(set(paths))}
-
-
-def file_hash(path: str | Path) -> str:
-    """The SHA-256 of a file's content, "missing" if it cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    except OSError:
-        return "missing"
-    return digest.hexdigest()
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
