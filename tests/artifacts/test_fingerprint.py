@@ -199,6 +199,14 @@ def test_the_method_and_the_shapes_count() -> None:
     assert differing(of(Net(), shapes=["x: float32[3, 4]"]), of(Net())) == {"shapes"}
 
 
+def test_a_model_that_was_compiled_before_in_this_process_is_still_the_same() -> None:
+    model = Net()
+    before = of(model)
+    with torch.inference_mode():
+        torch.compile(model, backend="eager")(torch.ones(2, 4))
+    assert differing(of(model), before) == set()
+
+
 def test_torch_settings_count() -> None:
     before = of(Net())
     torch.set_num_threads(torch.get_num_threads() + 1)

@@ -60,7 +60,7 @@ class Artifact:
         return self.manifest.engine
 
     @property
-    def decisions(self) -> Mapping[str, Any]:
+    def decisions(self) -> dict[str, Any]:
         return self.manifest.decisions
 
     @property

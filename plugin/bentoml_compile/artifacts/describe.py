@@ -278,6 +278,9 @@ class Describer:
 # hash of itself that is another in every process. Checked with transformers 5.24.
 _LEFT_OUT_OF_HUGGING_FACE = ("_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash")
 
+# What torch.compile leaves in a module that it has compiled. Checked with torch 2.13.
+_MARKS_OF_TORCH_COMPILE = ("_compiled_call_impl", "_is_torch_compile")
+
 
 def _is_hugging_face(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__)
@@ -286,7 +289,7 @@ def _is_hugging_face(kind: type) -> bool:
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     skip = _LEFT_OUT_OF_HUGGING_FACE if _is_hugging_face(type(module)) else ()
     for name, value in sorted(vars(module).items()):
-        if name not in MODULE_STATE and name not in skip and name != "_compiled_call_impl":
+        if name not in MODULE_STATE and name not in skip and name not in _MARKS_OF_TORCH_COMPILE:
             yield name, value
 
 

@@ -26,7 +26,7 @@ def fingerprint(model: nn.Module, *, method: str, config: CompileConfig, shapes:
         model: its weights' values do not count; everything else that it holds does.
         method: the name of the method that is compiled.
         config: the keys that decide about serving and storing only do not count.
-        shapes: the signatures of the prepared shapes.
+        shapes: the signatures of the prepared shapes, in the order in which they are compiled.
 
     Returns:
         The same axes in every process on machines of one kind. Of files that the model's code calls into, only those
@@ -39,7 +39,7 @@ def fingerprint(model: nn.Module, *, method: str, config: CompileConfig, shapes:
         "method": method,
         **seen.axes,
         **_config_axes(config),
-        "shapes": _shortened("; ".join(sorted(shapes))),
+        "shapes": _shortened("; ".join(shapes)),
     }
     return Fingerprint(axes, seen.attributes)
 
