@@ -43,7 +43,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("seconds from the start of the process until the service is ready (median)")
     axes.set_title(machine.in_words(result["machine"]), fontsize=9, color="#555")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower right")
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,8 +18,13 @@ class Span:
     id: str
     parent: str
     name: str
-    seconds: float
+    started_ns: int  # since the epoch
+    ended_ns: int
     attributes: dict[str, str]
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended_ns - self.started_ns) / 1e9
 
 
 def read(path: Path) -> list[Span]:
@@ -36,13 +42,18 @@ def stage_seconds(spans: list[Span]) -> dict[str, float]:
     """Seconds of each stage below the startup span, without the stages inside of it; together they are all of it.
 
     Names are those of the spans without their prefixes (dynamo, inductor, verify, ...); "other" is the startup
-    span's own time.
+    span's own time. The compiler's phases are siblings of which one runs inside another, so a moment belongs to the
+    stage that began last, not to a leaf of the tree.
     """
     root = startup(spans)
+    stages = list(_below(root, spans)) if root else []
+    moments = sorted({moment for span in stages for moment in (span.started_ns, span.ended_ns)})
     seconds: dict[str, float] = defaultdict(float)
-    for span in _below(root, spans) if root else ():
-        own = span.seconds - sum(child.seconds for child in spans if child.parent == span.id)
-        seconds["other" if span is root else span.name.rpartition(".")[2]] += max(own, 0.0)
+    for start, end in itertools.pairwise(moments):
+        running = [span for span in stages if span.started_ns <= start and span.ended_ns >= end]
+        innermost = max(running, key=lambda span: (span.started_ns, -span.ended_ns), default=root)
+        if innermost is not None:
+            seconds["other" if innermost is root else innermost.name.rpartition(".")[2]] += (end - start) / 1e9
     return dict(seconds)
 
 
@@ -60,6 +71,6 @@ def _raw_spans(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _span(raw: dict[str, Any]) -> Span:
-    nanoseconds = int(raw["endTimeUnixNano"]) - int(raw["startTimeUnixNano"])
     attributes = {one["key"]: str(next(iter(one["value"].values()))) for one in raw.get("attributes", [])}
-    return Span(raw["spanId"], raw.get("parentSpanId", ""), raw["name"], nanoseconds / 1e9, attributes)
+    started_ns, ended_ns = int(raw["startTimeUnixNano"]), int(raw["endTimeUnixNano"])
+    return Span(raw["spanId"], raw.get("parentSpanId", ""), raw["name"], started_ns, ended_ns, attributes)

@@ -27,14 +27,15 @@ def test_a_stage_has_the_time_that_no_stage_inside_of_it_has(tmp_path: Path, mon
     boot = record("bentoml.worker.boot", 1, 100)
     startup = record("torch_compile.startup", 10, 30, boot)
     compile_ = record("torch_compile.compile", 12, 25, startup)
-    record("torch_compile.phase.dynamo", 12, 14, compile_)
-    record("torch_compile.phase.dynamo", 14, 15, compile_)
+    record("torch_compile.phase.dynamo", 12, 20, compile_)
+    record("torch_compile.phase.inductor", 14, 19, compile_)
+    record("torch_compile.phase.dynamo", 20, 21, compile_)
     record("torch_compile.verify", 25, 29, startup)
     record("torch_compile.inference", 50, 60)
 
     recorded = spans.read(path)
 
-    expected = {"other": 3.0, "compile": 10.0, "dynamo": 3.0, "verify": 4.0}
+    expected = {"other": 3.0, "compile": 4.0, "dynamo": 4.0, "inductor": 5.0, "verify": 4.0}
     assert spans.stage_seconds(recorded) == pytest.approx(expected)
     assert sum(expected.values()) == 20  # all of the startup span
 
