@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoTokenizer
 from bentoml_compile import compile_model
 
 LENGTHS = (32, 128, 256)  # tokens; the model card truncates at 256, although the tokenizer alone would allow 512
-BATCHES = (1, 4, 16)  # texts in one call of the model
+BATCHES = (1, 8)  # texts in one call of the model
 
 Text = Annotated[str, MaxLen(100_000)]
 Texts = Annotated[list[Text], MaxLen(512)]
@@ -79,10 +79,14 @@ class SentenceEmbedder:
 
 
 def _chunks_of_similar_length(token_ids: list[TokenIds]) -> Iterator[list[int]]:
-    """Row numbers in groups of at most BATCHES[-1], longest texts first, so that little of a batch is padding."""
+    """Row numbers in groups for one call each, longest texts first, so that little of a batch is padding."""
     rows = sorted(range(len(token_ids)), key=lambda row: len(token_ids[row]), reverse=True)
-    for start in range(0, len(rows), BATCHES[-1]):
-        yield rows[start : start + BATCHES[-1]]
+    single, full = BATCHES
+    for start in range(0, len(rows), full):
+        chunk = rows[start : start + full]
+        # one by one costs less than a batch of which half or more is padding
+        step = full if len(chunk) > full // 2 else single
+        yield from (chunk[row : row + step] for row in range(0, len(chunk), step))
 
 
 def _pad(token_ids: list[TokenIds], device: str) -> dict[str, torch.Tensor]:
