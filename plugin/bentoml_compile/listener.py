@@ -108,7 +108,8 @@ class Listener:
         """One call of a compiled model is over (in the caller's thread and context).
 
         `shape` and `batch_size` are None unless `tracing()` said True at its start. `fallback` is the reason why a
-        prepared shape was answered eagerly this time. `queue_seconds` is the part of the call that waited for its turn.
+        prepared shape was answered eagerly this time; `fallback()` was told too. `queue_seconds` is
+        the part of the call that waited for its turn.
         """
 
 

@@ -60,6 +60,9 @@ def test_a_batch_runs_in_the_context_of_its_first_sampled_request(server: Server
     sampled = set(traces[1::2])
     assert {span.trace_id for span in spans} <= sampled
     linked = [[link.trace_id for link in span.links if link.trace_id in traces] for span in spans]
+    assert sampled == {span.trace_id for span in spans} | {
+        trace for batch in linked for trace in batch if trace in sampled
+    }
     assert any(set(batch) - sampled for batch in linked), "no batch mixed sampled and unsampled requests"
     for span, batch in zip(spans, linked, strict=True):
         assert span.trace_id == next((trace for trace in batch if trace in sampled), span.trace_id)

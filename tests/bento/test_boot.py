@@ -98,7 +98,10 @@ def test_a_service_without_compiled_models_has_no_boot_span(receiver: OtlpReceiv
     assert receiver.spans("bentoml.worker.boot") == []
 
 
-@pytest.mark.parametrize(("how", "message"), [("raise", "RuntimeError: no such weights"), ("exit", "SystemExit: 3")])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raise", "RuntimeError: no such weights"), ("exit", "SystemExit: 3"), ("crash", "RuntimeError: out of luck")],
+)
 def test_a_boot_that_fails_is_exported_with_its_error(
     receiver: OtlpReceiver, tmp_path: Path, how: str, message: str
 ) -> None:

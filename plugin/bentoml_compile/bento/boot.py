@@ -157,7 +157,7 @@ async def _traced_boot(create_instance: AppMethod, factory: Any, app: Any) -> No
         await create_instance(factory, app)
     except BaseException as error:
         boot.end(error)
-        _flush(FLUSH_SECONDS)  # the process is about to end
+        _flush(FLUSH_SECONDS)  # now: the process is about to end, and not every end runs exit handlers
         raise
     else:
         boot.end(None)

@@ -124,8 +124,6 @@ class MetricsListener(Listener):
     ) -> None:
         for compile_ in compiles:
             self._recompiles.labels(executable.model, classify(compile_.reason)).inc()
-        if fallback is not None:
-            self._fallbacks.labels(executable.model, fallback).inc()
         if error is not None:
             return
         key = (executable.model, executable.engine, executable.label)

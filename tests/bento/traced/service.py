@@ -1,11 +1,12 @@
 """A service whose model is a stand-in: it reports a boot and calls as the core does, in milliseconds and without torch.
 
-BOOT=raise or BOOT=exit ends `__init__` inside of the compile stage. GLOBAL_ENDPOINT sets up a global OpenTelemetry
-provider, as `opentelemetry-instrument` would.
+BOOT=raise, exit or crash ends `__init__` inside of the compile stage. GLOBAL_ENDPOINT sets up a global
+OpenTelemetry provider, as `opentelemetry-instrument` would.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Sequence
@@ -69,6 +70,9 @@ class Toy:
 def end_as_told(how: str) -> None:
     if how == "raise":
         raise RuntimeError("no such weights")
+    if how == "crash":
+        atexit.register(os._exit, 1)  # runs before the exit handler of the tracer provider, which is older
+        raise RuntimeError("out of luck")
     if how == "exit":
         raise SystemExit(3)
 
