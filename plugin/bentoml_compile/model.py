@@ -26,6 +26,7 @@ import torch
 from bentoml_compile.config import CompileConfig, parse_config
 from bentoml_compile.engines import dynamo, jit
 from bentoml_compile.engines.bounds import in_bounds
+from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.engines.limits import prompt_termination
 from bentoml_compile.errors import ConfigError, UnpreparedInputError
 from bentoml_compile.listener import Compile, Executable, Listener, Listeners, Timeline
@@ -38,7 +39,7 @@ from bentoml_compile.shapes import (
     read_example_inputs,
     signature_of,
 )
-from bentoml_compile.startup import PreparedShape, Startup, device_of
+from bentoml_compile.startup import PreparedShape, Startup
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -183,7 +184,7 @@ class CompiledModel:
         dynamo.start_watching()
         self.__dict__.update(
             _model=model,
-            _eager=jit.eager_callable(model, method),
+            _eager=eager_callable(model, method),
             _names=names,
             _program=startup.program,
             _artifact=startup.artifact,
@@ -314,11 +315,11 @@ class _DeviceClock:
     """Seconds that the GPU spent on a call; only made for sampled calls, since reading it waits for the device."""
 
     def __init__(self) -> None:
-        self._started = torch.cuda.Event(enable_timing=True)
+        self._started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._started.record()
 
     def seconds(self) -> float:
-        ended = torch.cuda.Event(enable_timing=True)
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         ended.record()
         ended.synchronize()
         return float(self._started.elapsed_time(ended)) / 1e3

@@ -21,6 +21,7 @@ from bentoml_compile.artifacts.store import Artifact, Draft, Refusal, Store
 from bentoml_compile.config import CompileConfig, VerifyConfig
 from bentoml_compile.engines import dynamo, jit
 from bentoml_compile.engines.bounds import Bound, find_bounds
+from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.engines.failures import Failure, classify, out_of_memory
 from bentoml_compile.engines.limits import TimeLimitReached, time_limit
 from bentoml_compile.engines.measure import measure
@@ -256,7 +257,7 @@ class Startup:
 
     def _prepare_shape(self, program: jit.JitProgram, shape: PreparedShape) -> None:
         try:
-            shape.bounds = find_bounds(jit.eager_callable(self.model, self.method), shape.example.clone())
+            shape.bounds = find_bounds(eager_callable(self.model, self.method), shape.example.clone())
         except Exception as error:
             if out_of_memory(error):
                 self._shape_falls_back(shape, classify(error))
@@ -346,7 +347,9 @@ class Startup:
         assert program is not None
         inputs = shape.example.clone()
         try:
-            speedup = measure(lambda: _call(program, inputs), lambda: _call(eager, inputs), device_of(self.model))
+            speedup = measure(
+                lambda: program(*inputs.args, **inputs.kwargs), lambda: _call(eager, inputs), device_of(self.model)
+            )
         except Exception as error:
             self._shape_falls_back(shape, classify(error))
             return
@@ -434,14 +437,7 @@ class Startup:
         return [shape for shape in self.shapes if shape.engine == "jit"]
 
     def _eager(self) -> Callable[..., Any]:
-        return jit.eager_callable(self.model, self.method)
-
-
-def device_of(model: torch.nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU for a model without any."""
-    tensor = next(model.parameters(), None)
-    tensor = tensor if tensor is not None else next(model.buffers(), None)
-    return tensor.device if tensor is not None else torch.device("cpu")
+        return eager_callable(self.model, self.method)
 
 
 def _call(function: Callable[..., Any], inputs: ExampleInput | None = None) -> Any:

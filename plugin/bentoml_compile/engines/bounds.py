@@ -59,9 +59,9 @@ def find_bounds(run: Callable[..., Any], example: ExampleInput) -> tuple[Bound, 
     return tuple(Bound(path, low, high) for path, (low, high) in tracker.ranges.items())
 
 
-class _IndexTracker(TorchDispatchMode):
+class _IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: dict[Path, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ranges: dict[Path, tuple[int, int]] = {}
         self._paths = {_storage(tensor): path for path, tensor in inputs.items()}
         self._alive: list[torch.Tensor] = []  # a freed storage's address may be used again

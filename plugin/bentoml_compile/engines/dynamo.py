@@ -38,6 +38,7 @@ class Gate:
     def __init__(self, compile_frame: Callable[..., Any]) -> None:
         self._torchdynamo_orig_backend = compile_frame  # Dynamo finds the backend's identity by following this name
         self.open = True
+        self._explanations = 0
 
     def __call__(self, frame: Any, cache_entry: Any, *args: Any, **kwargs: Any) -> Any:
         if self.open:
@@ -46,7 +47,36 @@ class Gate:
             from torch._dynamo.types import ConvertFrameReturn
 
             return ConvertFrameReturn()
-        raise GuardMiss(f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})")
+        raise GuardMiss(f"{_place(frame)}: {self._explain(frame)}")
+
+    def _explain(self, frame: Any) -> str:
+        """Which guards failed, in Dynamo's words. Only for the first few misses: it checks every guard again."""
+        self._explanations += 1
+        if self._explanations > _EXPLANATIONS:
+            return "a guard failed"
+        try:
+            from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+            from torch._dynamo.guards import get_and_maybe_log_recompilation_reasons
+
+            entries = _debug_get_cache_entry_list(frame.f_code)
+            backend = _innermost(self)
+            reasons = get_and_maybe_log_recompilation_reasons(entries, frame, backend, skip_logging=True)
+        except (ImportError, TypeError, AttributeError):
+            reasons = []
+        return "; ".join(dict.fromkeys(map(str, reasons))) or "no compiled code fits (another branch, or a guard)"
+
+
+_EXPLANATIONS = 20
+
+
+def _place(frame: Any) -> str:
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def _innermost(backend: Any) -> Any:
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
 
 
 def _would_compile(frame: Any) -> bool:
@@ -58,7 +88,7 @@ def _would_compile(frame: Any) -> bool:
 def install_gate(compiled: Any) -> Gate | None:
     """Puts a Gate into what `torch.compile` returned. None (recompiles are then seen, not prevented) if it changed."""
     try:
-        context = compiled.dynamo_ctx if isinstance(compiled, torch.nn.Module) else _context_of(compiled)
+        context: Any = compiled.dynamo_ctx if isinstance(compiled, torch.nn.Module) else _context_of(compiled)
         callback = context.callback
         gate = Gate(callback._torchdynamo_orig_backend)
         callback._torchdynamo_orig_backend = gate
@@ -93,6 +123,8 @@ def recorded_graph_breaks() -> Iterator[list[GraphBreak]]:
 
 def graph_break(reason: str, stack: Any) -> GraphBreak:
     """From Dynamo's own text (sections "Explanation:" and "Hint:") and the user's stack, innermost frame last."""
+    if reason.startswith("generic_jump"):  # the one reason that Dynamo records without its own explanation
+        reason = _DATA_DEPENDENT_BRANCH
     frame = stack[-1] if stack else None
     sections: dict[str, list[str]] = {}
     for line in reason.splitlines():
@@ -108,6 +140,11 @@ def graph_break(reason: str, stack: Any) -> GraphBreak:
         reason=f"{first}. {explanation}".strip() if explanation else first,
         hint=" ".join(sections.get("Hint", ())),
     )
+
+
+_DATA_DEPENDENT_BRANCH = """Data-dependent branching
+  Explanation: Which way this line goes depends on the value of a tensor.
+  Hint: Use torch.where or torch.cond, or decide outside of the model."""
 
 
 @contextlib.contextmanager

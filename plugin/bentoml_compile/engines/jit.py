@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from bentoml_compile.config import CompileConfig
 from bentoml_compile.engines import dynamo
+from bentoml_compile.engines.eager import eager_callable
 from bentoml_compile.errors import ConfigError
 from bentoml_compile.report import GraphBreak
 from bentoml_compile.shapes import ExampleInput
@@ -21,11 +22,6 @@ WARM_UP_RUNS = 2  # after the run that compiles: CUDA graph trees record in the 
 
 class GraphBroken(Exception):
     """`fullgraph` was asked for and Dynamo could not give it; `__cause__` is Dynamo's own error."""
-
-
-def eager_callable(model: torch.nn.Module, method: str) -> Callable[..., Any]:
-    """What a caller would call without us: the module itself for `forward`, so that its hooks run."""
-    return model if method == "forward" else getattr(model, method)  # type: ignore[no-any-return]
 
 
 class JitProgram:

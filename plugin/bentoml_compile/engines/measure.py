@@ -43,7 +43,8 @@ def measure(compiled: Callable[[], Any], eager: Callable[[], Any], device: torch
 
 def _by_chance(lost: int, pairs: int) -> float:
     """Sign test: how likely equally fast code loses at least this often."""
-    return sum(math.comb(pairs, k) for k in range(lost, pairs + 1)) / 2**pairs
+    ways: int = sum(math.comb(pairs, k) for k in range(lost, pairs + 1))
+    return ways / float(2**pairs)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -18,6 +18,7 @@ from torch.testing._comparison import default_tolerances
 from torch.utils import _pytree as pytree
 
 from bentoml_compile.config import VerifyConfig
+from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.shapes import ExampleInput
 
 logger = logging.getLogger("bentoml_compile")
@@ -124,8 +125,8 @@ def in_higher_precision(model: torch.nn.Module, method: str, example: ExampleInp
         try:
             wide = copy.deepcopy(model).to(dtype)
             args, kwargs = _cast((example.args, example.kwargs), dtype)
-            with torch.autocast(device_type=_device_type(model), enabled=False):
-                return (wide if method == "forward" else getattr(wide, method))(*args, **kwargs)
+            with torch.autocast(device_type=device_of(model).type, enabled=False):
+                return eager_callable(wide, method)(*args, **kwargs)
         except Exception as error:  # a cast that the model does not support, or no memory for the copy
             logger.debug("verify: no %s reference: %s", dtype, error)
     return None
@@ -133,8 +134,3 @@ def in_higher_precision(model: torch.nn.Module, method: str, example: ExampleInp
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
-
-
-def _device_type(model: torch.nn.Module) -> str:
-    tensor = next((*model.parameters(), *model.buffers()), None) if hasattr(model, "parameters") else None
-    return tensor.device.type if tensor is not None else "cpu"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bentoml_compile.engines.bounds import Bound, find_bounds, in_bounds
+from bentoml_compile.shapes import ExampleInput
+
+TABLE = nn.Embedding(7, 3)
+IDS = torch.zeros(2, 4, dtype=torch.long)
+
+
+def bounds_of(run: Any, *args: Any, **kwargs: Any) -> tuple[Bound, ...]:
+    return find_bounds(run, ExampleInput(args, kwargs))
+
+
+def test_an_input_that_indexes_an_embedding_is_bounded_by_its_rows() -> None:
+    assert bounds_of(TABLE, IDS) == (Bound((0, 0), 0, 6),)
+    assert bounds_of(lambda ids: TABLE(ids), ids=IDS) == (Bound((1, "ids"), 0, 6),)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda ids: ids.view(-1),
+        lambda ids: ids[:, 1:],
+        lambda ids: ids.t().contiguous(),
+        lambda ids: ids.to(torch.int32),
+        lambda ids: ids.clone().reshape(8),
+    ],
+)
+def test_views_casts_and_copies_of_an_input_still_index_directly(view: Any) -> None:
+    assert bounds_of(lambda ids: TABLE(view(ids)), IDS) == (Bound((0, 0), 0, 6),)
+
+
+def test_the_narrowest_of_two_tables_counts() -> None:
+    other = nn.Embedding(5, 3)
+    assert bounds_of(lambda ids: TABLE(ids) + other(ids), IDS) == (Bound((0, 0), 0, 4),)
+
+
+@pytest.mark.parametrize(
+    ("run", "low", "high"),
+    [
+        (lambda ids: torch.index_select(torch.ones(5, 2), 0, ids.flatten()), 0, 4),
+        (lambda ids: torch.gather(torch.ones(2, 9), 1, ids), 0, 8),
+        (lambda ids: torch.ones(6)[ids], -6, 5),
+        (lambda ids: torch.take(torch.ones(2, 3), ids), -6, 5),
+        (lambda ids: torch.zeros(2, 9).scatter(1, ids, 1.0), 0, 8),
+        (lambda ids: F.embedding_bag(ids, torch.ones(4, 2)), 0, 3),
+    ],
+)
+def test_every_operator_that_reads_by_index_bounds_it(run: Any, low: int, high: int) -> None:
+    assert bounds_of(run, IDS) == (Bound((0, 0), low, high),)
+
+
+def test_indices_inside_containers_are_found() -> None:
+    bounds = bounds_of(lambda batch: TABLE(batch["ids"][0]), batch={"ids": [IDS]})
+    assert bounds == (Bound((1, "batch", "ids", 0), 0, 6),)
+    assert in_bounds(bounds, (), {"batch": {"ids": [IDS]}})
+    assert not in_bounds(bounds, (), {"batch": {"ids": [IDS + 7]}})
+
+
+def test_values_that_are_not_used_as_an_index_are_free() -> None:
+    assert bounds_of(lambda ids: ids * 2.0, IDS) == ()
+    assert bounds_of(lambda mask: torch.ones(2, 4)[mask], torch.ones(2, 4, dtype=torch.bool)) == ()
+
+
+@pytest.mark.parametrize(("value", "fits"), [(0, True), (6, True), (7, False), (-1, False)])
+def test_both_ends_are_checked(value: int, fits: bool) -> None:
+    ids = IDS.clone()
+    ids[1, 2] = value
+    assert in_bounds((Bound((0, 0), 0, 6),), (ids,), {}) is fits

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bentoml_compile.config import VerifyConfig
+from bentoml_compile.engines.verify import compare, in_higher_precision
+from bentoml_compile.shapes import ExampleInput
+
+DEFAULT = VerifyConfig()
+
+
+def problem(eager: Any, compiled: Any, config: VerifyConfig = DEFAULT, reference: Any = None) -> str:
+    return compare(eager, compiled, config=config, reference=reference).problem
+
+
+def test_equal_outputs_have_no_problem_and_no_error() -> None:
+    comparison = compare({"a": torch.ones(3)}, {"a": torch.ones(3)}, config=DEFAULT)
+    assert comparison.problem == ""
+    assert comparison.max_error == 0.0
+
+
+def test_the_largest_difference_is_reported() -> None:
+    comparison = compare(torch.zeros(3), torch.tensor([0.0, 0.25, -0.5]), config=DEFAULT)
+    assert comparison.max_error == 0.5
+    assert "not close" in comparison.problem
+
+
+def test_float32_uses_torch_testings_tolerances() -> None:
+    one = torch.ones(4)
+    assert problem(one, one * (1 + 1.2e-6)) == ""
+    assert problem(one, one * (1 + 2e-5)) != ""
+    assert problem(one, one * (1 + 2e-5), VerifyConfig(rtol=1e-4)) == ""
+
+
+def test_equal_nan_is_equal_and_a_new_nan_is_not() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    assert problem(nan, nan.clone()) == ""
+    assert problem(torch.ones(2), nan) != ""
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "word"),
+    [
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype"),
+        (torch.ones(2), torch.ones(1, 2), "shape"),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), "1 of 2"),
+        (torch.tensor([True]), torch.tensor([False]), "1 of 1"),
+        ((torch.ones(1), 3), (torch.ones(1), 4), "4 instead of 3"),
+        ((torch.ones(1),), [torch.ones(1)], "structure"),
+        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, "structure"),
+        ((torch.ones(1), None), (torch.ones(1), torch.ones(1)), ""),
+    ],
+)
+def test_other_kinds_of_difference_are_named(eager: Any, compiled: Any, word: str) -> None:
+    found = problem(eager, compiled)
+    assert found
+    assert word in found
+
+
+def test_below_float32_compiled_may_be_as_far_from_the_truth_as_eager() -> None:
+    exact = torch.linspace(1, 100, 64, dtype=torch.float64)
+    eager = (exact + 0.4).to(torch.bfloat16)
+    on_the_other_side = (exact - 0.4).to(torch.bfloat16)
+    far = (exact + 5).to(torch.bfloat16)
+    tight = VerifyConfig(rtol=0, atol=0)
+    assert problem(eager, on_the_other_side, tight, lambda: exact) == ""
+    assert "allowed" in problem(eager, far, tight, lambda: exact)
+
+
+def test_below_float32_a_new_infinity_is_a_problem() -> None:
+    eager = torch.ones(2, dtype=torch.float16)
+    assert "infinity" in problem(
+        eager, torch.tensor([1.0, float("inf")], dtype=torch.float16), DEFAULT, lambda: eager.double()
+    )
+
+
+def test_the_reference_runs_in_float64_on_a_copy() -> None:
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    inputs = ExampleInput((torch.ones(1, 4, dtype=torch.bfloat16),), {})
+    exact = in_higher_precision(model, "forward", inputs)
+    assert exact.dtype is torch.float64
+    assert model.weight.dtype is torch.bfloat16
+    torch.testing.assert_close(exact, model.double()(inputs.args[0].double()))
+
+
+@dataclass
+class Opaque:
+    value: int
+
+
+def test_outputs_that_are_no_tensors_are_compared_by_value() -> None:
+    assert problem((torch.ones(1), Opaque(1)), (torch.ones(1), Opaque(1))) == ""
+    assert problem((torch.ones(1), Opaque(1)), (torch.ones(1), Opaque(2))) != ""
