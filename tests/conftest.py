@@ -12,6 +12,7 @@ import pytest
 
 from tests.servers import Server
 
+COLD_BOOT = 900.0  # seconds until a cold boot counts as failed; a busy machine takes minutes
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 os.environ["BENTOML_DO_NOT_TRACK"] = "True"
@@ -34,5 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The example service of this checkout, served by `bentoml serve`, compiled, with real weights."""
-    with Server(CHECKOUT, tmp_path_factory.mktemp("example")) as server:
+    with Server(CHECKOUT, tmp_path_factory.mktemp("example")).start(wait=False) as server:
+        server.wait_ready(COLD_BOOT)
         yield server

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from sentence_transformers import SentenceTransformer
 
-from tests.conftest import CHECKOUT
+from tests.conftest import CHECKOUT, COLD_BOOT
 from tests.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -52,7 +52,8 @@ def test_the_bento_serves_right_embeddings_in_an_environment_made_from_its_own_r
     python = _environment_from_requirements(bento, tmp_path / "venv")
     command = (str(python), "-m", "bentoml")
 
-    with Server(tmp_path, tmp_path / "home", target=str(bento), command=command) as server:
+    with Server(tmp_path, tmp_path / "home", target=str(bento), command=command).start(wait=False) as server:
+        server.wait_ready(COLD_BOOT)
         answer = httpx.post(f"{server.base_url}/embed", json={"texts": TEXTS}, timeout=120)
         workers_open = {path for process in server.processes() for path in _files_in_use(process)}
 
