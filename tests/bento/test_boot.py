@@ -184,7 +184,7 @@ def test_an_unreachable_collector_changes_no_answer_and_lets_the_server_end(tmp_
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.getsockname()[1]}"}
         with traced_server(tmp_path, {"tracing": {"sample_rate": 1.0}}, env) as server:
             assert [call(server, "recompile", x) for x in range(5)] == [0, 2, 4, 6, 8]
-            server.stop(deadline=20)  # half of what circus waits before it kills
+            server.stop(deadline=20)  # Kubernetes kills after 30
 
 
 def test_metrics_of_two_workers_add_up(tmp_path: Path) -> None:

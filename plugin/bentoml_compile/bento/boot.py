@@ -30,7 +30,7 @@ from bentoml_compile.telemetry.spans import SpanListener
 logger = logging.getLogger("bentoml_compile")
 
 TRACER = "bentoml_compile"
-FLUSH_SECONDS = 3.0  # what an unreachable collector may add to a worker's end; circus kills after 30 s
+FLUSH_SECONDS = 3.0  # what an unreachable collector may add to a worker's end; Kubernetes kills after 30
 
 AppMethod = Callable[[Any, Any], Awaitable[None]]
 
