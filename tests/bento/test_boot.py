@@ -106,9 +106,8 @@ def test_a_boot_that_fails_is_exported_with_its_error(
     receiver: OtlpReceiver, tmp_path: Path, how: str, message: str
 ) -> None:
     server = traced_server(tmp_path, {"tracing": receiver.tracing_config(0.0)}, {"BOOT": how})
-    server.start(wait=False)
-    boot = receiver.wait_for("bentoml.worker.boot")[0]
-    server.stop()
+    with server.start(wait=False):
+        boot = receiver.wait_for("bentoml.worker.boot")[0]
     family = [span for span in receiver.spans() if span.trace_id == boot.trace_id]
 
     assert {span.name for span in family if span.is_error} == {
