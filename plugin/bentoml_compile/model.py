@@ -84,7 +84,7 @@ def compile_model(
         prompt_termination(),
         timeline.stage("startup", model=name, mode=config.mode, fullgraph=config.fullgraph) as stage,
     ):
-        startup = Startup(model, method, name, config, shapes, timeline, default_store)
+        startup = Startup(model, method, name, config, names, shapes, timeline, default_store)
         if _explained is not None:
             _explained.append((name, jit.find_graph_breaks(model, method, examples)))
         else:
@@ -280,7 +280,7 @@ class CompiledModel:
         ended = time.time_ns()
         compiles: Sequence[Compile] = ()
         if dynamo.watch.compiles:
-            compiles = dynamo.watch.take()
+            compiles = [compile_ for compile_ in dynamo.watch.take() if compile_.started_ns >= started]
             with self._lock:
                 self.__dict__["recompiles"] += len(compiles)
         listeners = self._listeners

@@ -79,16 +79,18 @@ def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
         if args:
             items += [(names[i] if i < len(names) else f"*{i}", _leaf(value)) for i, value in enumerate(args)]
         return frozenset(items)
-    except (_NoSignature, RuntimeError):  # RuntimeError: a layout without strides (sparse, nested)
+    except _NoSignature:
         return None
 
 
 class _NoSignature(Exception):
-    pass
+    """An argument is neither a strided tensor nor a plain value nor a container of them."""
 
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise _NoSignature
         return (type(value), value.dtype, value.shape, value.stride(), value.device, value.requires_grad)
     kind = type(value)
     if kind in _CONSTANTS:

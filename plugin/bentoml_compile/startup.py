@@ -65,6 +65,7 @@ class Startup:
     method: str
     name: str
     config: CompileConfig
+    names: tuple[str, ...]
     shapes: list[PreparedShape]
     timeline: Timeline
     default_store: Path | None = None
@@ -257,7 +258,7 @@ class Startup:
 
     def _prepare_shape(self, program: jit.JitProgram, shape: PreparedShape) -> None:
         try:
-            shape.bounds = find_bounds(eager_callable(self.model, self.method), shape.example.clone())
+            shape.bounds = find_bounds(self._eager(), shape.example.clone(), self.names)
         except Exception as error:
             if out_of_memory(error):
                 self._shape_falls_back(shape, classify(error))

@@ -15,12 +15,12 @@ IDS = torch.zeros(2, 4, dtype=torch.long)
 
 
 def bounds_of(run: Any, *args: Any, **kwargs: Any) -> tuple[Bound, ...]:
-    return find_bounds(run, ExampleInput(args, kwargs))
+    return find_bounds(run, ExampleInput(args, kwargs), ("ids", "batch"))
 
 
 def test_an_input_that_indexes_an_embedding_is_bounded_by_its_rows() -> None:
-    assert bounds_of(TABLE, IDS) == (Bound((0, 0), 0, 6),)
-    assert bounds_of(lambda ids: TABLE(ids), ids=IDS) == (Bound((1, "ids"), 0, 6),)
+    assert bounds_of(TABLE, IDS) == (Bound("ids", 0, (), 0, 6),)
+    assert bounds_of(lambda ids: TABLE(ids), ids=IDS) == (Bound("ids", 0, (), 0, 6),)
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_an_input_that_indexes_an_embedding_is_bounded_by_its_rows() -> None:
     ],
 )
 def test_views_casts_and_copies_of_an_input_still_index_directly(view: Any) -> None:
-    assert bounds_of(lambda ids: TABLE(view(ids)), IDS) == (Bound((0, 0), 0, 6),)
+    assert bounds_of(lambda ids: TABLE(view(ids)), IDS) == (Bound("ids", 0, (), 0, 6),)
 
 
 def test_the_narrowest_of_two_tables_counts() -> None:
     other = nn.Embedding(5, 3)
-    assert bounds_of(lambda ids: TABLE(ids) + other(ids), IDS) == (Bound((0, 0), 0, 4),)
+    assert bounds_of(lambda ids: TABLE(ids) + other(ids), IDS) == (Bound("ids", 0, (), 0, 4),)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +54,22 @@ def test_the_narrowest_of_two_tables_counts() -> None:
     ],
 )
 def test_every_operator_that_reads_by_index_bounds_it(run: Any, low: int, high: int) -> None:
-    assert bounds_of(run, IDS) == (Bound((0, 0), low, high),)
+    assert bounds_of(run, IDS) == (Bound("ids", 0, (), low, high),)
 
 
 def test_indices_inside_containers_are_found() -> None:
     bounds = bounds_of(lambda batch: TABLE(batch["ids"][0]), batch={"ids": [IDS]})
-    assert bounds == (Bound((1, "batch", "ids", 0), 0, 6),)
+    assert bounds == (Bound("batch", 1, ("ids", 0), 0, 6),)
     assert in_bounds(bounds, (), {"batch": {"ids": [IDS]}})
     assert not in_bounds(bounds, (), {"batch": {"ids": [IDS + 7]}})
+
+
+def test_a_bound_holds_for_positional_and_keyword_calls() -> None:
+    for bounds in (bounds_of(TABLE, IDS), bounds_of(lambda ids: TABLE(ids), ids=IDS)):
+        assert in_bounds(bounds, (IDS,), {})
+        assert in_bounds(bounds, (), {"ids": IDS})
+        assert not in_bounds(bounds, (IDS + 7,), {})
+        assert not in_bounds(bounds, (), {"ids": IDS + 7})
 
 
 def test_values_that_are_not_used_as_an_index_are_free() -> None:
@@ -73,4 +81,4 @@ def test_values_that_are_not_used_as_an_index_are_free() -> None:
 def test_both_ends_are_checked(value: int, fits: bool) -> None:
     ids = IDS.clone()
     ids[1, 2] = value
-    assert in_bounds((Bound((0, 0), 0, 6),), (ids,), {}) is fits
+    assert in_bounds((Bound("ids", 0, (), 0, 6),), (ids,), {}) is fits

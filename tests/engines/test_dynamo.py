@@ -17,6 +17,11 @@ from tests.models import Broken, Classifier, classifier, ids
 EAGER = CompileConfig(backend="eager")
 
 
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()  # what it learnt of a function's shapes in other tests would make its first compile dynamic
+
+
 def program(model: torch.nn.Module, *, fullgraph: bool = True, config: CompileConfig = EAGER) -> jit.JitProgram:
     return jit.JitProgram(model, "forward", config, fullgraph=fullgraph)
 

@@ -23,8 +23,10 @@ _COPIES = (aten._to_copy, aten.clone, aten.contiguous, aten._unsafe_view, aten.l
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The input at `path` ((args, kwargs) and on) must hold values in [low, high]."""
+    """An argument, or the part of it that `path` leads to, must hold values in [low, high]."""
 
+    name: str
+    position: int | None  # where the argument stands if it is not given by name
     path: Path
     low: int
     high: int
@@ -33,8 +35,8 @@ class Bound:
 def in_bounds(bounds: Sequence[Bound], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether every checked input is in range: one pass over each, a few microseconds for a batch of token ids."""
     for bound in bounds:
-        tensor: Any = args if bound.path[0] == 0 else kwargs
-        for key in bound.path[1:]:
+        tensor: Any = kwargs[bound.name] if bound.name in kwargs else args[bound.position]  # type: ignore[index]
+        for key in bound.path:
             tensor = tensor[key]
         if tensor.numel():
             low, high = tensor.aminmax()
@@ -43,7 +45,7 @@ def in_bounds(bounds: Sequence[Bound], args: tuple[Any, ...], kwargs: dict[str, 
     return True
 
 
-def find_bounds(run: Callable[..., Any], example: ExampleInput) -> tuple[Bound, ...]:
+def find_bounds(run: Callable[..., Any], example: ExampleInput, names: tuple[str, ...]) -> tuple[Bound, ...]:
     """Runs eager on the example and watches what its integer inputs index.
 
     An input counts as indexing directly also through views, casts and copies of it, but not through arithmetic.
@@ -53,10 +55,23 @@ def find_bounds(run: Callable[..., Any], example: ExampleInput) -> tuple[Bound, 
         for path, leaf in leaves((example.args, example.kwargs))
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dtype in _INTEGERS and leaf.numel()
     }
-    # no_grad, not inference_mode: there, composite operators reach the tracker whole and hide what they index
-    with torch.inference_mode(False), torch.no_grad(), _IndexTracker(inputs) as tracker:
+    # no_grad, not inference_mode: there, composite operators reach the tracker whole and hide what they index.
+    # force_eager: a function that the model itself compiles, met under a tracker, is skipped by Dynamo for good.
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _IndexTracker(inputs) as tracker,
+    ):
         run(*example.args, **example.kwargs)
-    return tuple(Bound(path, low, high) for path, (low, high) in tracker.ranges.items())
+    return tuple(_bound(path, low, high, names) for path, (low, high) in tracker.ranges.items())
+
+
+def _bound(path: Path, low: int, high: int, names: tuple[str, ...]) -> Bound:
+    argument, rest = path[1], path[2:]  # path[0] tells args (0) from kwargs (1)
+    if path[0] == 0:
+        return Bound(names[argument] if argument < len(names) else "", argument, rest, low, high)
+    return Bound(argument, names.index(argument) if argument in names else None, rest, low, high)
 
 
 class _IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

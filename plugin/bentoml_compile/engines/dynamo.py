@@ -248,19 +248,18 @@ def _recompile_reason(args: Any) -> str:
 
 
 watch = CompileWatch()
-_registered = False
 
 
 def start_watching() -> None:
-    """Registers `watch` with Dynamo, once a process. Without torch's callbacks recompiles are not counted."""
-    global _registered
-    if _registered:
-        return
+    """Registers `watch` with Dynamo, if it is not. Without torch's callbacks recompiles are not counted.
+
+    `torch._dynamo.reset()` forgets callbacks, so each new compiled model asks again.
+    """
     try:
         from torch._dynamo.callback import callback_handler
-    except ImportError:
+
+        if watch.on_start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(watch.on_start)
+            callback_handler.register_end_callback(watch.on_end)
+    except (ImportError, AttributeError):
         logger.warning("torch %s: recompiles inside of requests cannot be seen", torch.__version__)
-        return
-    callback_handler.register_start_callback(watch.on_start)
-    callback_handler.register_end_callback(watch.on_end)
-    _registered = True

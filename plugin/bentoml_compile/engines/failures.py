@@ -57,5 +57,6 @@ def _chain(error: BaseException) -> list[BaseException]:
     current: BaseException | None = error
     while current is not None and current not in chain:
         chain.append(current)
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        inner = getattr(current, "inner_exception", None)  # Dynamo's BackendCompilerFailed
+        current = inner or current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return chain

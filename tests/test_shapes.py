@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bentoml_compile.errors import ConfigError
+from bentoml_compile.shapes import (
+    ExampleInput,
+    batch_size_of,
+    describe,
+    leaves,
+    parameter_names,
+    read_example_inputs,
+    signature_of,
+)
+
+NAMES = ("ids", "mask")
+ONES = torch.ones(2, 3)
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return signature_of(NAMES, (), left) == signature_of(NAMES, (), right)
+
+
+def test_positional_and_keyword_calls_have_one_signature() -> None:
+    by_position = signature_of(NAMES, (ONES, ONES), {})
+    assert by_position == signature_of(NAMES, (), {"mask": ONES, "ids": ONES})
+    assert by_position == signature_of(NAMES, (ONES,), {"mask": ONES})
+    assert by_position is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(3, 2),
+        torch.ones(6),
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.ones(3, 2).t(),
+        torch.ones(2, 3, device="meta"),
+        torch.ones(2, 3, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2, 3), requires_grad=False),
+        [torch.ones(2, 3)],
+        None,
+    ],
+)
+def test_everything_that_compiled_code_depends_on_is_in_the_signature(other: Any) -> None:
+    assert same({"ids": ONES}, {"ids": torch.zeros(2, 3)})
+    assert not same({"ids": ONES}, {"ids": other})
+
+
+@pytest.mark.parametrize(("left", "right"), [(1, 2), (1, True), (1, 1.0), ("a", "b"), (None, False), ([1], (1,))])
+def test_constants_differ_by_type_and_value(left: Any, right: Any) -> None:
+    assert not same({"flag": left}, {"flag": right})
+    assert same({"flag": left}, {"flag": left})
+
+
+def test_an_absent_argument_is_not_none() -> None:
+    assert not same({"ids": ONES}, {"ids": ONES, "mask": None})
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2, 2).to_sparse(), lambda: 0])
+def test_what_cannot_be_compared_has_no_signature(value: Any) -> None:
+    assert signature_of(NAMES, (), {"ids": value}) is None
+
+
+def test_descriptions_are_sorted_and_name_dtype_and_sizes() -> None:
+    example = ExampleInput((torch.ones(2, 3, dtype=torch.int64),), {"flag": True, "mask": torch.ones(3, 2).t()})
+    assert describe(example, NAMES) == "flag: True, ids: int64[2, 3], mask: float32[2, 3] strides [1, 2]"
+
+
+def test_parameter_names_are_those_that_may_be_positional() -> None:
+    def forward(ids: Any, /, mask: Any = None, *rest: Any, flag: bool = False, **more: Any) -> None: ...
+
+    assert parameter_names(forward) == ("ids", "mask")
+
+
+def test_leaves_of_nested_containers_come_with_their_paths() -> None:
+    assert list(leaves({"a": [1, (2,)], "b": 3})) == [(("a", 0), 1), (("a", 1, 0), 2), (("b",), 3)]
+
+
+def test_a_cloned_example_shares_nothing() -> None:
+    example = ExampleInput((ONES,), {"nested": {"x": [ONES]}})
+    copy = example.clone()
+    copy.args[0].zero_()
+    copy.kwargs["nested"]["x"][0].zero_()
+    assert ONES.sum() == 6
+
+
+def test_the_batch_size_is_the_first_tensors_first_dimension() -> None:
+    assert batch_size_of((), {"flag": 3, "ids": torch.ones(5, 2)}) == 5
+    assert batch_size_of((torch.tensor(1.0),), {}) == 1
+
+
+@pytest.mark.parametrize("wrong", [None, [], {}, "text", [1], [{"ids": 1}], [[ONES]], [()]])
+def test_wrong_example_inputs_are_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'encoder'.*example_inputs"):
+        read_example_inputs(wrong, model="encoder")
