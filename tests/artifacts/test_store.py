@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bentoml_compile.artifacts.fingerprint import Fingerprint, hash_files
+from bentoml_compile.artifacts.lock import try_lock
 from bentoml_compile.artifacts.manifest import MANIFEST
 from bentoml_compile.artifacts.store import Artifact, Refusal, Store
 from bentoml_compile.errors import ArtifactRejected
@@ -81,7 +82,12 @@ def test_any_model_name_stays_inside_of_the_store(store: Store, model: str) -> N
     assert store.root in artifact.path.parents
     found = store.lookup(model, FINGERPRINT).artifact
     assert found is not None
-    assert store.lookup("a-b", FINGERPRINT).artifact is None
+
+
+def test_two_models_whose_names_look_alike_have_an_artifact_each(store: Store) -> None:
+    made = [make(store, model=model) for model in ("a/b", "a b", "a-b")]
+    found = [store.lookup(model, FINGERPRINT).artifact for model in ("a/b", "a b", "a-b")]
+    assert [artifact and artifact.path for artifact in found] == [artifact.path for artifact in made]
 
 
 def test_a_draft_that_is_not_sealed_leaves_nothing(store: Store) -> None:
@@ -359,6 +365,27 @@ def test_resealing_waits_for_the_other_users(store: Store) -> None:
     assert store.prune(max_bytes=0) == []
     assert one.reseal({"engine": "eager"})
     one.release()
+
+
+def test_a_lock_on_a_directory_that_was_removed_is_none(tmp_path: Path) -> None:
+    (tmp_path / "attempt").mkdir()
+    lock = try_lock(tmp_path / "attempt", exclusive=True)
+    assert lock is not None
+    assert try_lock(tmp_path / "attempt", exclusive=False) is None
+    (tmp_path / "attempt").rename(tmp_path / "trash")
+    assert not lock.shared()
+    lock.release()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_no_file_stays_open(store: Store) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    damaged, pruned = make(store), make(store, OTHER)
+    (damaged.path / MANIFEST).unlink()
+    assert store.lookup("encoder", FINGERPRINT).artifact is None
+    assert len(store.prune(max_bytes=0)) == 1
+    assert not pruned.path.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_refusal_is_remembered_until_a_source_changes(store: Store, tmp_path: Path) -> None:

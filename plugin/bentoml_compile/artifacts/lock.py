@@ -15,7 +15,7 @@ LOCK = "lock"
 
 
 class DirectoryLock:
-    """A lock that is held from its making to `release`."""
+    """An open lock file; `try_lock` makes one that is locked."""
 
     def __init__(self, directory: Path, descriptor: int) -> None:
         self._directory = directory
@@ -23,13 +23,13 @@ class DirectoryLock:
 
     def shared(self) -> bool:
         """Let others use the directory, too. False if it was removed in the moment between the two locks."""
-        return self._convert(fcntl.LOCK_SH)
+        return self.convert(fcntl.LOCK_SH)
 
     def exclusive(self) -> bool:
         """Have the directory alone if nobody else uses it; if False, it is still shared."""
-        if self._convert(fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if self.convert(fcntl.LOCK_EX | fcntl.LOCK_NB):
             return True
-        self._convert(fcntl.LOCK_SH)  # a conversion that fails has given up the first lock: flock(2)
+        self.convert(fcntl.LOCK_SH)  # a conversion that fails has given up the first lock: flock(2)
         return False
 
     def release(self) -> None:
@@ -37,7 +37,8 @@ class DirectoryLock:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
 
-    def _convert(self, operation: int) -> bool:
+    def convert(self, operation: int) -> bool:
+        """flock(2); False if another lock stands against it or the directory is no longer at its place."""
         if self._descriptor is None:
             return False
         try:
@@ -56,17 +57,14 @@ def try_lock(directory: Path, *, exclusive: bool) -> DirectoryLock | None:
     path = directory / LOCK
     # A store may be read-only for its users: a shared lock needs no more than reading.
     flags = os.O_RDWR | os.O_CREAT if exclusive else os.O_RDONLY
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = DirectoryLock(directory, os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        if _is_at(path, descriptor):
-            return DirectoryLock(directory, descriptor)
-    except BlockingIOError:
-        pass
+        if lock.convert((fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB):
+            return lock
     except BaseException:
-        os.close(descriptor)
+        lock.release()
         raise
-    os.close(descriptor)
+    lock.release()
     return None
 
 
