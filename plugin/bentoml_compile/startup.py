@@ -156,6 +156,7 @@ class Startup:
                 logger.warning("model %r: artifact %s %s", self.name, artifact.path.name, reason)
                 stage.attributes["rejected"] = reason
                 self._rejected.append(Rejection(artifact.path.name, reason))
+                artifact.release()
                 self._forget()
                 return False
         self.artifact = artifact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from bentoml_compile.model import CompiledModel
 settings.install()
 boot.install()
 batching.install()
+
+if (logger := logging.getLogger("bentoml_compile")).level == logging.NOTSET:
+    logger.setLevel(logging.getLogger("bentoml").getEffectiveLevel())  # a boot's summary is info, as BentoML's own are
 
 
 def compile_model(

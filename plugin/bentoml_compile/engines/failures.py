@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    reason: (
-        str  # no_compiler | compiler_failed | out_of_memory | time_limit | no_space | backend_error | load_failed ...
-    )
+    reason: str  # no_compiler, compiler_failed, out_of_memory, time_limit, no_space, backend_error, verification, ...
     message: str  # what happened and what to do next
 
     def __str__(self) -> str:
@@ -47,7 +46,7 @@ def classify(error: BaseException) -> Failure:
     if names & {"CppCompileError", "CalledProcessError", "CompilationError"} or "C++ compile error" in text:
         compiler = os.environ.get("CXX", "g++")
         return Failure(
-            "compiler_failed", f"{compiler} failed: {first_line}; run `{compiler} --version`, check TMPDIR's space"
+            "compiler_failed", f"{compiler} failed: {_output(chain)}; see that it builds a program and TMPDIR has space"
         )
     return Failure("backend_error", f"{type(chain[-1]).__name__}: {first_line}; see TORCH_LOGS=+dynamo,+inductor")
 
@@ -60,3 +59,16 @@ def _chain(error: BaseException) -> list[BaseException]:
         inner = getattr(current, "inner_exception", None)  # Dynamo's BackendCompilerFailed
         current = inner or current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return chain
+
+
+def _output(chain: list[BaseException]) -> str:
+    """What the compiler printed, without its command line of many kilobytes."""
+    for link in reversed(chain):
+        printed = getattr(link, "output", None) or getattr(link, "stderr", None)
+        if not printed and "Output:" in str(link):  # Inductor's CppCompileError
+            printed = str(link).split("Output:", 1)[1]
+        text = printed.decode(errors="replace") if isinstance(printed, bytes) else str(printed or "")
+        if text.strip():
+            return " ".join(text.split())[:300]
+    status = next((link.returncode for link in chain if isinstance(link, subprocess.CalledProcessError)), None)
+    return f"exit status {status}" if status is not None else "without a word"

@@ -1,0 +1,164 @@
+"""Cold and warm boots of a compiled service under the real `bentoml serve`, seen by a client and in the trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
+from tests.servers import Server, value
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ROWS = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def serve(home: Path, service: str = "Tiny", env: dict[str, str] | None = None, **overrides: Any) -> Server:
+    config = json.dumps({"services": {service: overrides}})
+    environment = {"BENTOML_CONFIG_OVERRIDES": config, **(env or {})}
+    return Server(CHECKOUT, home, target=f"tests.serving.service:{service}", env=environment)
+
+
+def classify(server: Server, rows: Any = ROWS) -> httpx.Response:
+    return httpx.post(f"{server.base_url}/classify", json={"rows": rows}, timeout=60)
+
+
+def worker(server: Server) -> int:
+    return int(httpx.post(f"{server.base_url}/process", json={}, timeout=60).text)
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def boots(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[dict[str, Any]]:
+    """A cold boot, a warm one, and what each answered, exported and counted; the second server still runs."""
+    seen: dict[str, Any] = {}
+    server = serve(tmp_path_factory.mktemp("home"), tracing=receiver.tracing_config(1.0))
+    for name in ("cold", "warm"):
+        receiver.clear()
+        server.start(deadline=300)
+        try:
+            seen[name] = {"answer": classify(server).json(), "metrics": server.metrics()}
+        finally:
+            if name == "cold":
+                server.stop()
+        receiver.wait_for("torch_compile.inference")
+        receiver.wait_for("POST /classify")
+        receiver.wait_for("bentoml.worker.boot")
+        seen[name]["spans"] = receiver.spans()
+    with server:
+        yield {**seen, "server": server}
+
+
+def children(spans: list[ReceivedSpan], parent: ReceivedSpan) -> list[ReceivedSpan]:
+    return [span for span in spans if span.parent_id == parent.span_id]
+
+
+def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
+    [span] = [span for span in spans if span.name == name]
+    return span
+
+
+@pytest.mark.parametrize(("boot", "outcome", "step"), [("cold", "compiled", "compile"), ("warm", "loaded", "load")])
+def test_the_first_boot_compiles_and_the_next_loads(boots: dict[str, Any], boot: str, outcome: str, step: str) -> None:
+    metrics, spans = boots[boot]["metrics"], boots[boot]["spans"]
+    labels = {"model": "tiny", "engine": "jit"}
+    assert value(metrics, "torch_compile_startup_seconds", outcome=outcome, **labels) > 0
+    startup = one(spans, "torch_compile.startup")
+    assert startup.attributes["torch_compile.outcome"] == outcome
+    assert startup.attributes["torch_compile.engine"] == "jit"
+    assert startup.attributes["torch_compile.mode"] == "default"
+    assert startup.attributes["torch_compile.fullgraph"] == "require"
+    assert len(startup.attributes["torch_compile.fingerprint"]) == 16
+    names = {span.name.removeprefix("torch_compile.") for span in children(spans, startup)}
+    assert names == {"lookup", step} | ({"verify", "store"} if step == "compile" else set())
+
+
+def test_both_boots_answer_the_same(boots: dict[str, Any]) -> None:
+    assert boots["cold"]["answer"] == boots["warm"]["answer"]
+    assert len(boots["cold"]["answer"]) == 2
+
+
+def test_both_boots_have_one_fingerprint(boots: dict[str, Any]) -> None:
+    ids = {
+        one(boots[b]["spans"], "torch_compile.startup").attributes["torch_compile.fingerprint"]
+        for b in ("cold", "warm")
+    }
+    assert len(ids) == 1
+
+
+def test_a_warm_boot_misses_nothing_in_inductors_cache(boots: dict[str, Any]) -> None:
+    phases = {span.name.removeprefix("torch_compile.phase.") for span in boots["warm"]["spans"] if "phase" in span.name}
+    assert "cache_load" in phases
+    assert not phases & {"inductor", "codegen"}
+    cold = {span.name.removeprefix("torch_compile.phase.") for span in boots["cold"]["spans"] if "phase" in span.name}
+    assert {"dynamo", "aot_autograd", "inductor", "codegen"} <= cold
+
+
+@pytest.mark.parametrize("boot", ["cold", "warm"])
+def test_the_steps_cover_the_startup_span(boots: dict[str, Any], boot: str) -> None:
+    spans = boots[boot]["spans"]
+    startup = one(spans, "torch_compile.startup")
+    steps = children(spans, startup)
+    assert sum(step.seconds for step in steps) >= 0.95 * startup.seconds
+    assert all(startup.start_ns <= step.start_ns <= step.end_ns <= startup.end_ns for step in steps)
+    assert startup.parent_id == one(spans, "bentoml.worker.boot").span_id
+
+
+@pytest.mark.parametrize("boot", ["cold", "warm"])
+def test_the_inference_span_sits_under_its_request_and_links_to_the_startup(boots: dict[str, Any], boot: str) -> None:
+    spans = boots[boot]["spans"]
+    inference = one(spans, "torch_compile.inference")
+    request = one(spans, "POST /classify")
+    assert inference.parent_id == request.span_id
+    assert [link.span_id for link in inference.links] == [one(spans, "torch_compile.startup").span_id]
+    assert inference.attributes["torch_compile.shape"] == "ids: int64[2, 5]"
+    assert inference.attributes["torch_compile.prepared"] is True
+    assert inference.attributes["torch_compile.compile_seconds"] == 0
+    assert inference.attributes["torch_compile.batch_size"] == 2
+
+
+def test_metrics_split_the_boot_and_count_the_calls(boots: dict[str, Any]) -> None:
+    cold, warm = boots["cold"]["metrics"], boots["warm"]["metrics"]
+    assert value(cold, "torch_compile_phase_seconds", model="tiny", phase="codegen") > 0
+    assert value(cold, "torch_compile_artifact_lookups_total", model="tiny", outcome="miss") == 1
+    assert value(warm, "torch_compile_artifact_lookups_total", model="tiny", outcome="hit") == 1
+    assert (
+        value(warm, "torch_compile_inference_seconds_count", model="tiny", engine="jit", shape="ids: int64[2, 5]") >= 1
+    )
+    assert value(warm, "torch_compile_ready", model="tiny") == 1
+    assert value(warm, "torch_compile_graph_breaks", model="tiny") == 0
+
+
+def test_an_unprepared_shape_is_a_422_that_names_the_prepared_ones(boots: dict[str, Any]) -> None:
+    answer = classify(boots["server"], [[1, 2, 3]])
+    assert answer.status_code == 422
+    assert "ids: int64[1, 3]" in answer.text
+    assert "ids: int64[2, 5]" in answer.text
+    assert value(boots["server"].metrics(), "torch_compile_unprepared_total", model="tiny", action="reject") >= 1
+
+
+def test_a_token_outside_of_the_vocabulary_is_an_error_and_the_worker_lives_on(boots: dict[str, Any]) -> None:
+    server = boots["server"]
+    before = worker(server)
+    assert classify(server, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 1_000_000]]).status_code == 500
+    assert classify(server).json() == boots["warm"]["answer"]
+    assert worker(server) == before
+    assert "IndexError" in server.log
+
+
+def test_disabled_serves_the_same_answers_eagerly(boots: dict[str, Any], tmp_path: Path) -> None:
+    with serve(tmp_path, torch_compile={"enabled": False}) as server:
+        assert classify(server).json() == [pytest.approx(row, abs=1e-5) for row in boots["warm"]["answer"]]
+        assert (
+            value(server.metrics(), "torch_compile_startup_seconds", model="tiny", engine="eager", outcome="eager") >= 0
+        )
+        assert not (tmp_path / "compile").exists()
