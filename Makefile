@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-serve: export BENTOML_CONFIG_OVERRIDES ?= {"services": {"SentenceEmbedder": {"tracing": {"sample_rate": 1.0}}}}
+serve: export BENTOML_CONFIG_OVERRIDES ?= {"services": {"SentenceEmbedder": {"tracing": {"sample_rate": 1.0, "excluded_urls": "livez,readyz,healthz,metrics"}}}}
 serve: $(INSTALLED) ## the example service on http://localhost:3000 (PORT=...), compiled and traced
 	@if [ -n "$$OTEL_EXPORTER_OTLP_ENDPOINT" ]; then \
 		export OTEL_TRACES_EXPORTER=otlp; \
