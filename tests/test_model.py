@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +316,10 @@ def test_a_damaged_artifact_is_passed_over_with_its_reason_and_replaced(make: Ma
     assert make().report.outcome == "loaded"
 
 
+def test_an_artifact_that_grows_while_it_is_loaded_still_fits(make: Make) -> None:
+    assert [make(backend="growing_backend").report.outcome for _ in range(3)] == ["compiled", "loaded", "loaded"]
+
+
 def test_a_store_that_cannot_be_written_costs_only_the_artifact(make: Make, tmp_path: Path) -> None:
     recorder = Recorder()
     (tmp_path / "file").write_text("not a directory")
@@ -410,13 +416,18 @@ def hungry_backend(graph: Any, inputs: Any) -> Any:
     return torch.empty(2**50)
 
 
+def growing_backend(graph: Any, inputs: Any) -> Any:
+    (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / uuid.uuid4().hex).write_text("found out again in each process")
+    return graph.forward
+
+
 def hanging_backend(graph: Any, inputs: Any) -> Any:
     threading.Event().wait(600)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def backends() -> None:
-    for backend in (wrong_backend, failing_backend, hungry_backend, hanging_backend):
+    for backend in (wrong_backend, failing_backend, hungry_backend, growing_backend, hanging_backend):
         torch._dynamo.register_backend(backend, name=backend.__name__)
 
 

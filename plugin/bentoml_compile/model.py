@@ -215,7 +215,7 @@ class CompiledModel:
         clock = _DeviceClock() if self._on_cuda and self._listeners.tracing() else None
         started = time.time_ns()
         try:
-            if shape is None or shape.engine == "eager" or not in_bounds(shape.bounds, args, kwargs):
+            if shape is None or shape.engine == "eager" or not in_bounds(shape.bounds or (), args, kwargs):
                 with torch.inference_mode():
                     return self._eager(*args, **kwargs)
             try:

@@ -28,7 +28,7 @@ from bentoml_compile.engines.measure import measure
 from bentoml_compile.engines.phases import Phase, recorded_phases, seconds_by_phase
 from bentoml_compile.engines.verify import compare, in_higher_precision
 from bentoml_compile.errors import ConfigError, GraphBreakError, VerificationError
-from bentoml_compile.listener import Timeline
+from bentoml_compile.listener import Stage, Timeline
 from bentoml_compile.report import CompileReport, Engine, GraphBreak, Outcome, Rejection, ShapeReport
 from bentoml_compile.shapes import ExampleInput, Signature
 
@@ -44,7 +44,7 @@ class PreparedShape:
     signature: Signature | None
     example: ExampleInput
     engine: Engine = "eager"
-    bounds: tuple[Bound, ...] = ()
+    bounds: tuple[Bound, ...] | None = None  # None: not looked for yet
     speedup: float | None = None
     max_error: float | None = None
     reason: str = ""
@@ -169,6 +169,7 @@ class Startup:
         rows = {row["signature"]: row for row in decisions["shapes"]}
         for shape in self.shapes:
             row = ShapeReport(**rows[shape.label])
+            shape.bounds = tuple(Bound(**item) for item in decisions["bounds"][shape.label])
             shape.engine, shape.speedup, shape.max_error, shape.reason = (
                 row.engine,
                 row.speedup,
@@ -259,18 +260,10 @@ class Startup:
 
     def _prepare_shape(self, program: jit.JitProgram, shape: PreparedShape) -> None:
         try:
-            shape.bounds = find_bounds(self._eager(), shape.example.clone(), self.names)
-        except Exception as error:
-            if out_of_memory(error):
-                self._shape_falls_back(shape, classify(error))
-                return
-            raise ConfigError(
-                f"model {self.name!r}: the example input ({shape.label}) fails without compiling: "
-                f"{type(error).__name__}: {error}. Fix example_inputs."
-            ) from error
-        try:
+            if shape.bounds is None:
+                shape.bounds = self._find_bounds(shape)
             program.prepare(shape.example)
-        except jit.GraphBroken:
+        except (jit.GraphBroken, ConfigError):
             raise
         except Exception as error:
             failure = classify(error)
@@ -279,6 +272,17 @@ class Startup:
             logger.debug("model %r: compiling failed", self.name, exc_info=error)
             self._shape_falls_back(shape, failure)
 
+    def _find_bounds(self, shape: PreparedShape) -> tuple[Bound, ...]:
+        try:
+            return find_bounds(self._eager(), shape.example.clone(), self.names)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"model {self.name!r}: the example input ({shape.label}) fails without compiling: "
+                f"{type(error).__name__}: {error}. Fix example_inputs."
+            ) from error
+
     def _shape_falls_back(self, shape: PreparedShape, failure: Failure) -> None:
         shape.serve_eagerly(str(failure))
         logger.error("model %r: %s is served eagerly: %s", self.name, shape.label, failure)
@@ -286,9 +290,10 @@ class Startup:
 
     def _add_phases(self, phases: list[Phase]) -> None:
         self._phases += phases
-        parent = self.timeline.current
+        stages: list[Stage] = []
         for phase in phases:
-            self.timeline.past(f"phase.{phase.name}", parent, phase.started_ns, phase.ended_ns)
+            parent = self.timeline.current if phase.parent is None else stages[phase.parent]
+            stages.append(self.timeline.past(f"phase.{phase.name}", parent, phase.started_ns, phase.ended_ns))
 
     def _say_partial(self) -> None:
         places = "; ".join(f"{item.file}:{item.line}: {item.reason}" for item in self._breaks[:3])
@@ -371,7 +376,7 @@ class Startup:
                 with self.timeline.stage("store"):
                     self.artifact = self._draft.seal(self._decisions(), hash_files(self._sources))
                     self.artifact.hold()
-            elif self.artifact is not None and self._compiled_now and complete:
+            elif self.artifact is not None and complete and (self._compiled_now or self.artifact.grown()):
                 with self.timeline.stage("store"):
                     self.artifact.reseal(self._decisions())
         except Exception as error:
@@ -386,6 +391,7 @@ class Startup:
             "whole": self._whole,
             "graph_breaks": [dataclasses.asdict(item) for item in self._breaks],
             "shapes": [dataclasses.asdict(shape.report()) for shape in self.shapes],
+            "bounds": {shape.label: [_as_json(bound) for bound in shape.bounds or ()] for shape in self.shapes},
         }
 
     # falling back
@@ -466,3 +472,7 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
                 module._buffers[name] = buffer
+
+
+def _as_json(bound: Bound) -> dict[str, Any]:
+    return {**dataclasses.asdict(bound), "path": list(bound.path)}

@@ -125,6 +125,7 @@ def test_a_phases_seconds_leave_out_the_phases_inside() -> None:
     ]
     phases = nest(events)
     assert [phase.name for phase in phases] == ["dynamo", "inductor", "codegen", "codegen", "dynamo"]
+    assert [phase.parent for phase in phases] == [None, 0, 1, 1, None]
     assert seconds_by_phase(phases) == {"dynamo": 5.0, "inductor": 4.0, "codegen": 2.0}
 
 

@@ -20,6 +20,7 @@ from bentoml_compile.artifacts.manifest import (
     MANIFEST,
     USED,
     Manifest,
+    file_names,
     forbid_writing_by_others,
     list_files,
     timestamp,
@@ -106,6 +107,10 @@ class Artifact:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def grown(self) -> bool:
+        """Whether its user has added files to the cache directory, which the next lookup would not accept."""
+        return not file_names(self.path) <= self.manifest.files.keys()
 
     def reseal(self, decisions: Mapping[str, Any] | None = None) -> bool:
         """Take what its user has added to the cache directory, or decided anew, into the manifest.

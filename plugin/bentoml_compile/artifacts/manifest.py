@@ -84,11 +84,19 @@ def read_manifest(directory: Path) -> Manifest:
 
 def list_files(directory: Path) -> dict[str, FileEntry]:
     """Every file below `cache/` with its size and hash, without Inductor's locks."""
-    found = {}
-    for path, status in _walk(directory / CACHE):
-        if stat.S_ISREG(status.st_mode) and not _is_inductor_lock(path, status):
-            found[str(path.relative_to(directory))] = FileEntry(size=status.st_size, sha256=file_hash(path))
-    return found
+    return {
+        name: FileEntry(size=(directory / name).stat().st_size, sha256=file_hash(directory / name))
+        for name in file_names(directory)
+    }
+
+
+def file_names(directory: Path) -> set[str]:
+    """What `list_files` lists."""
+    return {
+        str(path.relative_to(directory))
+        for path, status in _walk(directory / CACHE)
+        if stat.S_ISREG(status.st_mode) and not _is_inductor_lock(path, status)
+    }
 
 
 def forbid_writing_by_others(directory: Path) -> None:

@@ -27,7 +27,7 @@ class Bound:
 
     name: str
     position: int | None  # where the argument stands if it is not given by name
-    path: Path
+    path: Sequence[Any]
     low: int
     high: int
 

@@ -186,7 +186,7 @@ def inductor_cache(directory: Path | None) -> Iterator[None]:
     """Inductor keeps what it compiles inside in `directory`; None: where it does anyway.
 
     Its in-memory caches are dropped on both ends: code that an earlier model left there would not be written again,
-    and the directory would not be complete.
+    and the directory would not be complete. That includes the small programs that find out the CPU's vector ISA.
     """
     if directory is None:
         yield
@@ -194,6 +194,7 @@ def inductor_cache(directory: Path | None) -> Iterator[None]:
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     _clear_inductor_memory()
+    _clear_isa_memory()
     try:
         yield
     finally:
@@ -208,6 +209,18 @@ def _clear_inductor_memory() -> None:
     from torch._inductor.utils import clear_caches
 
     clear_caches()
+
+
+def _clear_isa_memory() -> None:
+    """Without these names a second model's first warm boot adds the programs to its artifact, which is resealed."""
+    try:
+        from torch._inductor import cpu_vec_isa
+
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        for isa in cpu_vec_isa.supported_vec_isa_list:
+            type(isa).__bool__.cache_clear()  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        logger.debug("torch %s keeps the CPU's vector ISA in another place", torch.__version__)
 
 
 class CompileWatch(threading.local):

@@ -18,7 +18,7 @@ from bentoml_compile.errors import ConfigError
 from bentoml_compile.report import GraphBreak
 from bentoml_compile.shapes import ExampleInput
 
-WARM_UP_RUNS = 2  # after the run that compiles: CUDA graph trees record in the second and replay from the third on
+CUDA_GRAPH_RUNS = 2  # after the run that compiles: CUDA graph trees record in the second and replay from the third on
 
 
 class GraphBroken(Exception):
@@ -30,7 +30,7 @@ class JitProgram:
 
     def __init__(self, model: torch.nn.Module, method: str, config: CompileConfig, *, fullgraph: bool) -> None:
         self._eager = eager_callable(model, method)
-        self._copies_outputs = _uses_cuda_graphs(model, config)
+        self._has_cuda_graphs = _uses_cuda_graphs(model, config)
         self._fullgraph = fullgraph
         self._compiled = torch.compile(self._eager, fullgraph=fullgraph, dynamic=config.dynamic, **_backend(config))
         self._gate = dynamo.install_gate(self._compiled)
@@ -61,7 +61,7 @@ class JitProgram:
             GraphBroken: the model is not one graph and `fullgraph` was asked for.
             Exception: whatever the backend raises.
         """
-        for run in range(1 + WARM_UP_RUNS):
+        for run in range(1 + CUDA_GRAPH_RUNS * self._has_cuda_graphs):
             try:
                 self(*(inputs := example.clone()).args, **inputs.kwargs)
             except Exception as error:
@@ -73,7 +73,7 @@ class JitProgram:
         """Runs compiled code. Raises dynamo.GuardMiss instead of compiling outside of `preparing()`."""
         with torch.inference_mode():
             result = self._compiled(*args, **kwargs)
-            return _copied(result) if self._copies_outputs else result
+            return _copied(result) if self._has_cuda_graphs else result
 
 
 def _without_openssl() -> AbstractContextManager[Any]:

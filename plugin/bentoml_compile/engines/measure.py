@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 MIN_PAIRS, MAX_PAIRS = 5, 30
-BUDGET_SECONDS = 1.0  # of running the model, for one shape; slow models get MIN_PAIRS whatever they take
+BUDGET_SECONDS = 3.0  # of running the model, for one shape; slow models get MIN_PAIRS whatever they take
+SIGNIFICANT = 0.05
+CLEAR = 0.9  # a median ratio below this counts as slower even where too few pairs fit into the budget to be sure
 
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """`ratio` is median eager seconds / median compiled seconds. `slower`: too many pairs lost for chance."""
+    """`ratio` is median eager seconds / median compiled seconds. `slower` is the decision, see `measure`."""
 
     ratio: float
     slower: bool
@@ -25,24 +27,32 @@ class Speedup:
 
 
 def measure(compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device) -> Speedup:
-    """Runs both in turn, in alternating order, so that noise and a warming machine meet both alike."""
-    times: dict[str, list[float]] = {"compiled": [], "eager": []}
+    """Runs both in turn, in alternating order, so that noise and a warming machine meet both alike.
+
+    Stops as soon as one has won too many pairs for chance (sign test), or at MAX_PAIRS or the budget's end. Compiled
+    is slower if its median is and either its losses are no chance or the difference is clear.
+    """
+    mine, theirs = [], []
     eager()  # compiled is warm already
     begin = time.perf_counter()
-    for pair in range(MAX_PAIRS):
-        if pair >= MIN_PAIRS and time.perf_counter() - begin > BUDGET_SECONDS:
+    lost = won = pairs = 0
+    while pairs < MIN_PAIRS or (pairs < MAX_PAIRS and time.perf_counter() - begin < BUDGET_SECONDS):
+        if pairs >= MIN_PAIRS and min(_by_chance(lost, pairs), _by_chance(won, pairs)) < SIGNIFICANT:
             break
-        order = [("compiled", compiled), ("eager", eager)]
-        for name, run in order if pair % 2 else reversed(order):
-            times[name].append(_seconds(run, device))
-    lost = sum(mine > theirs for mine, theirs in zip(times["compiled"], times["eager"], strict=True))
-    ratio = statistics.median(times["eager"]) / max(statistics.median(times["compiled"]), 1e-12)
-    pairs = len(times["eager"])
-    return Speedup(ratio, slower=ratio < 1 and _by_chance(lost, pairs) < 0.05, pairs=pairs)
+        if pairs % 2:
+            mine.append(_seconds(compiled, device))
+            theirs.append(_seconds(eager, device))
+        else:
+            theirs.append(_seconds(eager, device))
+            mine.append(_seconds(compiled, device))
+        lost, won, pairs = lost + (mine[-1] > theirs[-1]), won + (mine[-1] < theirs[-1]), pairs + 1
+    ratio = statistics.median(theirs) / max(statistics.median(mine), 1e-12)
+    slower = ratio < 1 and (_by_chance(lost, pairs) < SIGNIFICANT or ratio < CLEAR)
+    return Speedup(ratio, slower, pairs)
 
 
 def _by_chance(lost: int, pairs: int) -> float:
-    """Sign test: how likely equally fast code loses at least this often."""
+    """Sign test: how likely equally fast code loses (or wins) at least this often."""
     ways: int = sum(math.comb(pairs, k) for k in range(lost, pairs + 1))
     return ways / float(2**pairs)
 

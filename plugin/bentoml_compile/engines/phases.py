@@ -38,6 +38,7 @@ class Phase:
     started_ns: int
     ended_ns: int
     seconds: float  # its own time, without the phases nested in it
+    parent: int | None = None  # the phase around it, by its place in the list
 
 
 @contextlib.contextmanager
@@ -74,6 +75,7 @@ def nest(events: Iterable[tuple[int, int, str]]) -> list[Phase]:
     """Turns (start, end, phase) of one thread into phases with their own time; a phase inside itself is one phase."""
     outermost: list[tuple[int, int, str]] = []
     own: list[int] = []
+    parents: list[int | None] = []
     open_: list[int] = []  # indices of the phases around the current event
     for start, end, name in sorted(events, key=lambda event: (event[0], -event[1])):
         while open_ and outermost[open_[-1]][1] <= start:
@@ -82,10 +84,14 @@ def nest(events: Iterable[tuple[int, int, str]]) -> list[Phase]:
             continue
         if open_:
             own[open_[-1]] -= end - start
+        parents.append(open_[-1] if open_ else None)
         open_.append(len(outermost))
         outermost.append((start, end, name))
         own.append(end - start)
-    return [Phase(name, start, end, max(0, ns) / 1e9) for (start, end, name), ns in zip(outermost, own, strict=True)]
+    return [
+        Phase(name, start, end, max(0, ns) / 1e9, parent)
+        for (start, end, name), ns, parent in zip(outermost, own, parents, strict=True)
+    ]
 
 
 def seconds_by_phase(phases: Iterable[Phase]) -> dict[str, float]:
