@@ -1,0 +1,1 @@
+"""The ahead-of-time engine: torch.export and AOTInductor."""
