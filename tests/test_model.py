@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,8 +187,9 @@ def test_compiled_code_that_fails_in_a_call_is_answered_eagerly(make: Make) -> N
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("cuda graphs and threads")
 
-    compiled.__dict__["_program"] = fail
-    torch.testing.assert_close(compiled(ids=ids()), model(ids()))
+    [shape, _] = compiled.__dict__["_prepared"].values()
+    shape.run = fail
+    torch.testing.assert_close(compiled(*shape.example.args, **shape.example.kwargs), model(**shape.example.kwargs))
     assert recorder.fallbacks == ["call_failed"]
 
 
@@ -358,6 +360,20 @@ def test_what_compiles_slower_than_eager_is_served_eagerly_and_remembered(make: 
     assert warm.outcome == "loaded"
     assert [row.speedup for row in warm.shapes] == [row.speedup for row in cold.shapes]
     assert "measure" not in again.stage_names()
+
+
+def test_a_warm_boot_serves_each_shape_as_the_cold_one_decided(make: Make) -> None:
+    class Sleepy(Classifier):
+        def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
+            if not torch.compiler.is_compiling() and ids.shape[0] == 2:
+                time.sleep(0.02)  # eager is slow for two rows, so compiled wins there and loses elsewhere
+            return super().forward(ids)
+
+    model = Sleepy().eval()
+    reports = [make(model, keep_eager_if_slower=True).report for _ in range(2)]
+    assert [report.outcome for report in reports] == ["compiled", "loaded"]
+    assert [[row.engine for row in report.shapes] for report in reports] == [["jit", "eager"]] * 2
+    assert reports[0].shapes == reports[1].shapes
 
 
 # graph breaks

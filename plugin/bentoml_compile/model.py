@@ -30,6 +30,7 @@ from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.engines.limits import prompt_termination
 from bentoml_compile.errors import ConfigError, UnpreparedInputError
 from bentoml_compile.listener import Compile, Executable, Listener, Listeners, Timeline
+from bentoml_compile.prepared import PreparedShape
 from bentoml_compile.report import CompileReport, GraphBreak
 from bentoml_compile.shapes import (
     ExampleInput,
@@ -39,7 +40,7 @@ from bentoml_compile.shapes import (
     read_example_inputs,
     signature_of,
 )
-from bentoml_compile.startup import PreparedShape, Startup
+from bentoml_compile.startup import Startup
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -186,7 +187,6 @@ class CompiledModel:
             _model=model,
             _eager=eager_callable(model, method),
             _names=names,
-            _program=startup.program,
             _artifact=startup.artifact,
             _prepared={shape.signature: shape for shape in startup.shapes if shape.signature is not None},
             _unprepared=_Unprepared(report.model),
@@ -215,11 +215,11 @@ class CompiledModel:
         clock = _DeviceClock() if self._on_cuda and self._listeners.tracing() else None
         started = time.time_ns()
         try:
-            if shape is None or shape.engine == "eager" or not in_bounds(shape.bounds or (), args, kwargs):
+            if shape is None or (run := shape.run) is None or not in_bounds(shape.bounds or (), args, kwargs):
                 with torch.inference_mode():
                     return self._eager(*args, **kwargs)
             try:
-                return self._program(*args, **kwargs)
+                return run(*args, **kwargs)
             except Exception as failure:
                 fallback = self._explain_fallback(failure)
                 with torch.inference_mode():
@@ -236,7 +236,7 @@ class CompiledModel:
             del _open_models[self.report.model]
         if self._artifact is not None:
             self._artifact.release()
-        self.__dict__.update(_program=None, _artifact=None, _prepared={}, _eager=self._closed, _rejects=False)
+        self.__dict__.update(_artifact=None, _prepared={}, _eager=self._closed, _rejects=False)
 
     def _closed(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"model {self.report.model!r} is closed")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,67 +19,41 @@ from bentoml_compile.artifacts.fingerprint import Fingerprint, fingerprint, hash
 from bentoml_compile.artifacts.store import Artifact, Draft, Refusal, Store
 from bentoml_compile.config import CompileConfig, VerifyConfig
 from bentoml_compile.engines import dynamo, jit
-from bentoml_compile.engines.bounds import Bound, find_bounds
-from bentoml_compile.engines.eager import device_of, eager_callable
-from bentoml_compile.engines.failures import Failure, classify, out_of_memory
+from bentoml_compile.engines.build import Record
+from bentoml_compile.engines.eager import unchanged
+from bentoml_compile.engines.failures import Failure, classify
 from bentoml_compile.engines.limits import TimeLimitReached, time_limit
-from bentoml_compile.engines.measure import measure
-from bentoml_compile.engines.phases import Phase, recorded_phases, seconds_by_phase
-from bentoml_compile.engines.verify import compare, in_higher_precision
+from bentoml_compile.engines.phases import seconds_by_phase
 from bentoml_compile.errors import ConfigError, GraphBreakError, VerificationError
 from bentoml_compile.listener import Stage, Timeline
-from bentoml_compile.report import CompileReport, Engine, GraphBreak, Outcome, Rejection, ShapeReport
-from bentoml_compile.shapes import ExampleInput, Signature
+from bentoml_compile.prepared import PreparedShape
+from bentoml_compile.report import CompileReport, GraphBreak, Outcome, Rejection
+from bentoml_compile.trial import Trial
 
 logger = logging.getLogger("bentoml_compile")
 
 
-@dataclass(eq=False, slots=True)
-class PreparedShape:
-    """One example input and what serves its signature; implements listener.Executable."""
-
-    model: str
-    label: str
-    signature: Signature | None
-    example: ExampleInput
-    engine: Engine = "eager"
-    bounds: tuple[Bound, ...] | None = None  # None: not looked for yet
-    speedup: float | None = None
-    max_error: float | None = None
-    reason: str = ""
-    prepared: bool = True
-
-    def report(self) -> ShapeReport:
-        return ShapeReport(self.label, self.engine, self.speedup, self.max_error, self.reason)
-
-    def serve_eagerly(self, reason: str) -> None:
-        self.engine, self.reason = "eager", reason
-
-
 @dataclass(eq=False)
 class Startup:
-    """State of a boot. `run()` fills it; afterwards `shapes` and `program` serve, `report()` tells."""
+    """State of a boot. `run()` fills it; afterwards `shapes` serve and `report()` tells."""
 
     model: torch.nn.Module
     method: str
     name: str
     config: CompileConfig
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the method's positional parameters
     shapes: list[PreparedShape]
     timeline: Timeline
     default_store: Path | None = None
 
-    program: jit.JitProgram | None = None
     artifact: Artifact | None = None
     _fingerprint: Fingerprint | None = None
     _store: Store | None = None
     _draft: Draft | None = None
     _compiled_now: bool = False
     _whole: bool = True
-    _breaks: tuple[GraphBreak, ...] = ()
+    _record: Record = field(default_factory=Record)
     _rejected: list[Rejection] = field(default_factory=list)
-    _phases: list[Phase] = field(default_factory=list)
-    _sources: set[str] = field(default_factory=set)
     _failure: str = ""
 
     def run(self) -> None:
@@ -88,7 +61,7 @@ class Startup:
         if not self.config.enabled:
             self._serve_all_eagerly("compiling is switched off (enabled: false or TORCH_COMPILE_DISABLE)")
             return
-        with _unchanged(self.model):
+        with unchanged(self.model):
             found = self._lookup()
             try:
                 with time_limit(self.config.time_limit):
@@ -119,20 +92,19 @@ class Startup:
                 if self.config.artifacts.refresh:
                     stage.attributes["outcome"] = "miss"
                     return None
-                return self._look_into(self._store, stage.attributes)
+                return self._look_into(self._store, self._fingerprint, stage.attributes)
             except GraphBreakError:
                 raise
             except Exception as error:
-                self._fall_back(Failure("lookup_failed", f"{type(error).__name__}: {error}"), error, whole=False)
+                self._keep_going(Failure("lookup_failed", f"{type(error).__name__}: {error}"), error)
                 return None
 
-    def _look_into(self, store: Store, attributes: dict[str, Any]) -> Artifact | None:
-        assert self._fingerprint is not None
-        refusal = store.refusal(self.name, self._fingerprint) if self.config.fullgraph == "require" else None
+    def _look_into(self, store: Store, wanted: Fingerprint, attributes: dict[str, Any]) -> Artifact | None:
+        refusal = store.refusal(self.name, wanted) if self.config.fullgraph == "require" else None
         if refusal is not None:
             attributes["outcome"] = "hit"
             raise GraphBreakError(refusal.message, refusal.breaks)
-        lookup = store.lookup(self.name, self._fingerprint)
+        lookup = store.lookup(self.name, wanted)
         self._rejected += lookup.rejected
         for rejection in lookup.rejected:
             logger.info("model %r: artifact %s passed over: %s", self.name, rejection.artifact, rejection.reason)
@@ -146,10 +118,13 @@ class Startup:
         with self.timeline.stage("load") as stage:
             try:
                 artifact.hold()
-                self._decide_as(artifact.decisions)
+                kept_eager = self._decide_as(artifact.decisions)
                 misses = dynamo.cache_misses()
-                if any(shape.engine != "eager" for shape in self.shapes):
-                    self._prepare(artifact.cache, fullgraph=self._whole)
+                if len(kept_eager) < len(self.shapes):
+                    # all of them: which shapes were traced before decides what Dynamo makes dynamic
+                    self._build(artifact.cache, fullgraph=self._whole)
+                    for shape, reason in kept_eager.items():
+                        shape.serve_eagerly(reason)
                 self._compiled_now = dynamo.cache_misses() > misses
             except Exception as error:
                 reason = f"could not be loaded: {classify(error)}"
@@ -164,25 +139,18 @@ class Startup:
             logger.warning("model %r: the artifact lacked some compiled code, which was compiled again", self.name)
         return True
 
-    def _decide_as(self, decisions: dict[str, Any]) -> None:
-        """What an earlier boot found out: no verifying and measuring again."""
-        rows = {row["signature"]: row for row in decisions["shapes"]}
-        for shape in self.shapes:
-            row = ShapeReport(**rows[shape.label])
-            shape.bounds = tuple(Bound(**item) for item in decisions["bounds"][shape.label])
-            shape.engine, shape.speedup, shape.max_error, shape.reason = (
-                row.engine,
-                row.speedup,
-                row.max_error,
-                row.reason,
-            )
+    def _decide_as(self, decisions: dict[str, Any]) -> dict[PreparedShape, str]:
+        """Takes over what an earlier boot found out; the shapes that it served eagerly, and why."""
         self._whole = decisions["whole"]
-        self._breaks = tuple(GraphBreak(**item) for item in decisions["graph_breaks"])
+        self._record.breaks = tuple(GraphBreak(**item) for item in decisions["graph_breaks"])
+        for shape in self.shapes:
+            shape.decide_as(decisions["shapes"][shape.label])
+        return {shape: shape.reason for shape in self.shapes if shape.engine == "eager"}
 
     def _forget(self) -> None:
-        self.program, self._whole, self._breaks = None, True, ()
+        self._whole, self._record = True, Record()
         for shape in self.shapes:
-            shape.engine, shape.speedup, shape.max_error, shape.reason = "eager", None, None, ""
+            shape.forget()
 
     def _compile(self) -> None:
         with self.timeline.stage("compile"):
@@ -190,16 +158,41 @@ class Startup:
             jit.check_backend(self.config, where=f"model {self.name!r}")
             self._open_draft()
             cache = self._draft.cache if self._draft else None
-            for shape in self.shapes:
-                shape.engine = "jit"
             if self.config.fullgraph == "allow_breaks":
-                self._prepare(cache, fullgraph=False)
+                self._build(cache, fullgraph=False)
                 return
             try:
-                self._prepare(cache, fullgraph=True)
+                self._build(cache, fullgraph=True)
             except jit.GraphBroken as error:
                 self._graph_is_broken(error)
-                self._prepare(cache, fullgraph=False)
+                self._build(cache, fullgraph=False)
+
+    def _build(self, cache: Path | None, *, fullgraph: bool) -> None:
+        told = len(self._record.phases)
+        try:
+            jit.build(
+                self.model,
+                self.method,
+                self.config,
+                self.names,
+                self.shapes,
+                cache=cache,
+                fullgraph=fullgraph,
+                record=self._record,
+                on_failure=self._shape_falls_back,
+            )
+        finally:
+            self._tell_phases(told)
+        self._whole = not self._record.breaks
+        if self._record.breaks:
+            self._say_partial()
+
+    def _tell_phases(self, first: int) -> None:
+        """As spans, each below the phase that it happened in."""
+        stages: list[Stage] = []
+        for phase in self._record.phases[first:]:
+            parent = self.timeline.current if phase.parent is None else stages[phase.parent]
+            stages.append(self.timeline.past(f"phase.{phase.name}", parent, phase.started_ns, phase.ended_ns))
 
     def _graph_is_broken(self, error: jit.GraphBroken) -> None:
         if self.config.fullgraph != "require":
@@ -220,7 +213,7 @@ class Startup:
         if self._store is None or self._fingerprint is None or not self.config.artifacts.write:
             return
         try:
-            sources = hash_files({*self._sources, *(item.file for item in breaks if item.file)})
+            sources = hash_files({*self._record.sources, *(item.file for item in breaks if item.file)})
             self._store.remember_refusal(self.name, self._fingerprint, Refusal(message, breaks, sources))
         except Exception as error:
             logger.warning("model %r: the graph breaks could not be remembered: %s", self.name, error)
@@ -231,109 +224,34 @@ class Startup:
         try:
             self._draft = self._store.draft(self.name, self._fingerprint)
         except Exception as error:
-            logger.warning("model %r: nothing will be kept for the next boot: %s", self.name, error)
-            self.timeline.event("fallback", reason="store_failed", message=str(error))
-            self.timeline.listeners.tell("fallback", self.name, "store_failed")
-
-    def _prepare(self, cache: Path | None, *, fullgraph: bool) -> None:
-        """Compiles (or loads from `cache`) every shape. Each that fails is served eagerly."""
-        self.program = jit.JitProgram(self.model, self.method, self.config, fullgraph=fullgraph)
-        self._whole = fullgraph
-        try:
-            with (
-                dynamo.inductor_cache(cache),
-                dynamo.recorded_sources() as sources,
-                recorded_phases() as phases,
-                dynamo.recorded_graph_breaks() as breaks,
-                self.program.preparing(len(self.shapes)),
-            ):
-                for shape in self.shapes:
-                    self._prepare_shape(self.program, shape)
-        finally:
-            self._sources |= sources
-            self._add_phases(phases)
-            if not fullgraph:
-                self._breaks = tuple(dict.fromkeys((*self._breaks, *breaks)))
-                self._whole = not self._breaks
-        if self._breaks:
-            self._say_partial()
-
-    def _prepare_shape(self, program: jit.JitProgram, shape: PreparedShape) -> None:
-        try:
-            if shape.bounds is None:
-                shape.bounds = self._find_bounds(shape)
-            program.prepare(shape.example)
-        except (jit.GraphBroken, ConfigError):
-            raise
-        except Exception as error:
-            failure = classify(error)
-            if failure.reason == "no_compiler":  # no other shape will fare better
-                raise
-            logger.debug("model %r: compiling failed", self.name, exc_info=error)
-            self._shape_falls_back(shape, failure)
-
-    def _find_bounds(self, shape: PreparedShape) -> tuple[Bound, ...]:
-        try:
-            return find_bounds(self._eager(), shape.example.clone(), self.names)
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            raise ConfigError(
-                f"model {self.name!r}: the example input ({shape.label}) fails without compiling: "
-                f"{type(error).__name__}: {error}. Fix example_inputs."
-            ) from error
-
-    def _shape_falls_back(self, shape: PreparedShape, failure: Failure) -> None:
-        shape.serve_eagerly(str(failure))
-        logger.error("model %r: %s is served eagerly: %s", self.name, shape.label, failure)
-        self._tell_fallback(failure)
-
-    def _add_phases(self, phases: list[Phase]) -> None:
-        self._phases += phases
-        stages: list[Stage] = []
-        for phase in phases:
-            parent = self.timeline.current if phase.parent is None else stages[phase.parent]
-            stages.append(self.timeline.past(f"phase.{phase.name}", parent, phase.started_ns, phase.ended_ns))
+            self._keep_going(Failure("store_failed", f"nothing will be kept for the next boot: {error}"), error)
 
     def _say_partial(self) -> None:
-        places = "; ".join(f"{item.file}:{item.line}: {item.reason}" for item in self._breaks[:3])
+        breaks = self._record.breaks
+        places = "; ".join(f"{item.file}:{item.line}: {item.reason}" for item in breaks[:3])
         logger.warning(
             "model %r: compiled in parts, %d graph break(s): %s (`bentoml-compile explain` lists all)",
             self.name,
-            len(self._breaks),
+            len(breaks),
             places,
         )
-        for item in self._breaks:
+        for item in breaks:
             self.timeline.event("graph_break", file=item.file, line=item.line, reason=item.reason)
 
     # verify, measure, keep
 
     def _verify(self) -> None:
         loaded = self.artifact is not None and not self._compiled_now
-        if self.config.verify is False or not self._served_by_jit() or (loaded and not self.config.verify.on_load):
+        if self.config.verify is False or not self._compiled_shapes() or (loaded and not self.config.verify.on_load):
             return
         with self.timeline.stage("verify"):
-            for shape in self._served_by_jit():
+            for shape in self._compiled_shapes():
                 self._verify_shape(shape, self.config.verify)
 
     def _verify_shape(self, shape: PreparedShape, config: VerifyConfig) -> None:
-        assert self.program is not None
-        eager = self._eager()
-        try:
-            expected, actual = _call(eager, shape.example.clone()), _call(self.program, shape.example.clone())
-            comparison = compare(
-                expected,
-                actual,
-                config=config,
-                reference=lambda: _call(lambda *a, **k: in_higher_precision(self.model, self.method, shape.example)),
-            )
-        except Exception as error:
-            self._shape_falls_back(shape, Failure("verification", f"could not be compared: {error}"))
+        failure = Trial(self.model, self.method).verify(shape, config)
+        if failure is None:
             return
-        shape.max_error = comparison.max_error
-        if not comparison.problem:
-            return
-        failure = Failure("verification", f"compiled differs from eager: {comparison.problem}")
         if config.strict:
             raise VerificationError(
                 f"model {self.name!r}, shape ({shape.label}): {failure.message}. Compiled code was not served. Raise "
@@ -342,45 +260,30 @@ class Startup:
         self._shape_falls_back(shape, failure)
 
     def _measure(self) -> None:
-        to_measure = [shape for shape in self._served_by_jit() if shape.speedup is None]
+        to_measure = [shape for shape in self._compiled_shapes() if shape.speedup is None]
         if not self.config.keep_eager_if_slower or not to_measure:
             return
         with self.timeline.stage("measure"):
             for shape in to_measure:
-                self._measure_shape(shape)
-
-    def _measure_shape(self, shape: PreparedShape) -> None:
-        program, eager = self.program, self._eager()
-        assert program is not None
-        inputs = shape.example.clone()
-        try:
-            speedup = measure(
-                lambda: program(*inputs.args, **inputs.kwargs), lambda: _call(eager, inputs), device_of(self.model)
-            )
-        except Exception as error:
-            self._shape_falls_back(shape, classify(error))
-            return
-        shape.speedup = speedup.ratio
-        if speedup.slower:
-            shape.serve_eagerly(
-                f"compiled is slower: {speedup.ratio:.2f} of eager's speed in {speedup.pairs} runs of each"
-            )
-            logger.warning("model %r: %s is served eagerly: %s", self.name, shape.label, shape.reason)
-            self.timeline.event("kept_eager", shape=shape.label, speedup=speedup.ratio)
+                failure = Trial(self.model, self.method).measure(shape)
+                if failure is not None:
+                    self._shape_falls_back(shape, failure)
+                elif shape.run is None:
+                    logger.warning("model %r: %s is served eagerly: %s", self.name, shape.label, shape.reason)
+                    self.timeline.event("kept_eager", shape=shape.label, speedup=shape.speedup or 0.0)
 
     def _keep(self) -> None:
         """Completes the artifact, if this boot's result is one that the next may rely on."""
-        complete = all(shape.engine != "eager" or shape.speedup is not None for shape in self.shapes)
+        complete = all(shape.run is not None or shape.speedup is not None for shape in self.shapes)
         try:
             if self._draft is not None and complete:
                 with self.timeline.stage("store"):
-                    self.artifact = self._draft.seal(self._decisions(), hash_files(self._sources))
-                    self.artifact.hold()
+                    self.artifact = self._draft.seal(self._decisions(), hash_files(self._record.sources))
             elif self.artifact is not None and complete and (self._compiled_now or self.artifact.grown()):
                 with self.timeline.stage("store"):
                     self.artifact.reseal(self._decisions())
         except Exception as error:
-            self._fall_back(Failure("store_failed", f"the artifact was not kept: {error}"), error, whole=False)
+            self._keep_going(Failure("store_failed", f"the artifact was not kept: {error}"), error)
         finally:
             if self._draft is not None and self.artifact is None:
                 with contextlib.suppress(OSError):
@@ -389,90 +292,62 @@ class Startup:
     def _decisions(self) -> dict[str, Any]:
         return {
             "whole": self._whole,
-            "graph_breaks": [dataclasses.asdict(item) for item in self._breaks],
-            "shapes": [dataclasses.asdict(shape.report()) for shape in self.shapes],
-            "bounds": {shape.label: [_as_json(bound) for bound in shape.bounds or ()] for shape in self.shapes},
+            "graph_breaks": [dataclasses.asdict(item) for item in self._record.breaks],
+            "shapes": {shape.label: shape.decisions() for shape in self.shapes},
         }
 
     # falling back
 
     def _time_is_up(self) -> None:
-        failure = Failure(
-            "time_limit",
-            f"compiling took longer than time_limit ({self.config.time_limit:g} s); raise torch_compile.time_limit or "
-            "prepare fewer shapes",
-        )
-        self._fall_back(failure)
+        limit = f"compiling took longer than time_limit ({self.config.time_limit:g} s)"
+        self._fall_back(Failure("time_limit", f"{limit}; raise torch_compile.time_limit or prepare fewer shapes"), None)
 
-    def _fall_back(self, failure: Failure, error: BaseException | None = None, *, whole: bool = True) -> None:
-        logger.error("model %r: %s%s", self.name, "served eagerly: " if whole else "", failure)
+    def _fall_back(self, failure: Failure, error: BaseException | None) -> None:
+        logger.error("model %r: served eagerly: %s", self.name, failure)
+        self._tell_fallback(failure, error)
+        self._serve_all_eagerly(str(failure))
+
+    def _shape_falls_back(self, shape: PreparedShape, failure: Failure) -> None:
+        logger.error("model %r: %s is served eagerly: %s", self.name, shape.label, failure)
+        self._tell_fallback(failure)
+        shape.serve_eagerly(str(failure))
+
+    def _keep_going(self, failure: Failure, error: BaseException) -> None:
+        """Something failed that compiled serving does not depend on."""
+        logger.warning("model %r: %s", self.name, failure)
+        self._tell_fallback(failure, error)
+
+    def _tell_fallback(self, failure: Failure, error: BaseException | None = None) -> None:
         if error is not None:
             logger.debug("model %r: the error behind it", self.name, exc_info=error)
-        self._tell_fallback(failure)
-        if whole:
-            self._serve_all_eagerly(str(failure))
-
-    def _tell_fallback(self, failure: Failure) -> None:
         self.timeline.event("fallback", reason=failure.reason, message=failure.message)
         self.timeline.listeners.tell("fallback", self.name, failure.reason)
 
     def _serve_all_eagerly(self, reason: str) -> None:
         self._failure = reason
-        self.program, self._compiled_now, self.artifact = None, False, None
+        self._compiled_now, self.artifact = False, None
         for shape in self.shapes:
             shape.serve_eagerly(reason)
 
     # the result
 
     def report(self, seconds: float) -> CompileReport:
+        compiled = self._compiled_shapes()
         outcome: Outcome = "compiled" if self._compiled_now else "loaded" if self.artifact is not None else "eager"
         return CompileReport(
             model=self.name,
-            engine="jit" if 2 * len(self._served_by_jit()) > len(self.shapes) else "eager",
+            engine=compiled[0].engine if 2 * len(compiled) > len(self.shapes) else "eager",
             outcome=outcome,
             seconds=seconds,
             fingerprint=self._fingerprint.id if self._fingerprint else "",
             mode=self.config.mode,
-            fullgraph=self._whole and bool(self._served_by_jit()),
-            phases=seconds_by_phase(self._phases),
+            fullgraph=self._whole and bool(compiled),
+            phases=seconds_by_phase(self._record.phases),
             shapes=tuple(shape.report() for shape in self.shapes),
-            graph_breaks=self._breaks,
+            graph_breaks=self._record.breaks,
             rejected=tuple(self._rejected),
             fallback=self._failure,
         )
 
-    def _served_by_jit(self) -> list[PreparedShape]:
-        return [shape for shape in self.shapes if shape.engine == "jit"]
-
-    def _eager(self) -> Callable[..., Any]:
-        return eager_callable(self.model, self.method)
-
-
-def _call(function: Callable[..., Any], inputs: ExampleInput | None = None) -> Any:
-    with torch.inference_mode():
-        return function(*inputs.args, **inputs.kwargs) if inputs is not None else function()
-
-
-@contextlib.contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """A boot runs the model many times; its buffers and the random state are afterwards what they were."""
-    saved = [
-        (module, name, b, b.clone())
-        for module in model.modules()
-        for name, b in module._buffers.items()
-        if b is not None
-    ]
-    devices = [device.index or 0] if (device := device_of(model)).type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in saved:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-                module._buffers[name] = buffer
-
-
-def _as_json(bound: Bound) -> dict[str, Any]:
-    return {**dataclasses.asdict(bound), "path": list(bound.path)}
+    def _compiled_shapes(self) -> list[PreparedShape]:
+        return [shape for shape in self.shapes if shape.engine != "eager"]

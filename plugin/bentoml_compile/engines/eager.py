@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from bentoml_compile.shapes import ExampleInput
 
 
 def eager_callable(model: torch.nn.Module, method: str) -> Callable[..., Any]:
     """What a caller would call without us: the module itself for `forward`, so that its hooks run."""
     function: Callable[..., Any] = model if method == "forward" else getattr(model, method)
     return function
+
+
+def call(function: Callable[..., Any], inputs: ExampleInput) -> Any:
+    """The function's result for an example, under inference mode as in serving."""
+    with torch.inference_mode():
+        return function(*inputs.args, **inputs.kwargs)
+
+
+@contextlib.contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """A boot runs the model many times; its buffers and the random state are afterwards what they were."""
+    saved = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = [device.index or 0] if (device := device_of(model)).type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in saved:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+                module._buffers[name] = buffer
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import difflib
 import inspect
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bentoml_compile.config import CompileConfig
 from bentoml_compile.engines import dynamo
+from bentoml_compile.engines.build import OnFailure, Record, look_for_bounds, shape_failure
 from bentoml_compile.engines.eager import eager_callable
+from bentoml_compile.engines.phases import recorded_phases
 from bentoml_compile.errors import ConfigError
+from bentoml_compile.prepared import PreparedShape
 from bentoml_compile.report import GraphBreak
 from bentoml_compile.shapes import ExampleInput
 
@@ -74,6 +78,52 @@ class JitProgram:
         with torch.inference_mode():
             result = self._compiled(*args, **kwargs)
             return _copied(result) if self._has_cuda_graphs else result
+
+
+def build(
+    model: torch.nn.Module,
+    method: str,
+    config: CompileConfig,
+    names: tuple[str, ...],
+    shapes: Sequence[PreparedShape],
+    *,
+    cache: Path | None,
+    fullgraph: bool,
+    record: Record,
+    on_failure: OnFailure,
+) -> None:
+    """Gives each shape compiled code to run: compiled, or loaded as far as the Inductor cache directory has it.
+
+    A shape whose compile fails is told to `on_failure` and keeps no code.
+
+    Raises:
+        GraphBroken, ConfigError
+        Exception: a failure that every shape shares.
+    """
+    program = JitProgram(model, method, config, fullgraph=fullgraph)
+    eager = eager_callable(model, method)
+    try:
+        with (
+            dynamo.inductor_cache(cache),
+            dynamo.recorded_sources() as sources,
+            recorded_phases() as phases,
+            dynamo.recorded_graph_breaks() as breaks,
+            program.preparing(len(shapes)),
+        ):
+            for shape in shapes:
+                try:
+                    look_for_bounds(shape, eager, names)
+                    program.prepare(shape.example)
+                    shape.serve_by("jit", program)
+                except (GraphBroken, ConfigError):
+                    raise
+                except Exception as error:
+                    on_failure(shape, shape_failure(error))
+    finally:
+        record.sources |= sources
+        record.phases += phases
+        if not fullgraph:
+            record.breaks = tuple(dict.fromkeys((*record.breaks, *breaks)))
 
 
 def _without_openssl() -> AbstractContextManager[Any]:

@@ -1,0 +1,52 @@
+"""What every engine does with a shape, and what a build leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bentoml_compile.engines.bounds import find_bounds
+from bentoml_compile.engines.failures import Failure, classify, out_of_memory
+from bentoml_compile.engines.phases import Phase
+from bentoml_compile.errors import ConfigError
+from bentoml_compile.prepared import PreparedShape
+from bentoml_compile.report import GraphBreak
+
+OnFailure = Callable[[PreparedShape, Failure], None]
+
+
+@dataclass(eq=False)
+class Record:
+    """Filled by a build also when it fails: the trace, the report and the artifact need it."""
+
+    phases: list[Phase] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)  # files of every function that was traced
+    breaks: tuple[GraphBreak, ...] = ()
+
+
+def look_for_bounds(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Finds the shape's index bounds by running eager, unless an artifact has told them.
+
+    Raises:
+        ConfigError: the model cannot run this example at all.
+    """
+    if shape.bounds is not None:
+        return
+    try:
+        shape.bounds = find_bounds(eager, shape.example.clone(), names)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"model {shape.model!r}: the example input ({shape.label}) fails without compiling: "
+            f"{type(error).__name__}: {error}. Fix example_inputs."
+        ) from error
+
+
+def shape_failure(error: Exception) -> Failure:
+    """The failure of one shape, served eagerly from here on; raises it again if no other shape will fare better."""
+    failure = classify(error)
+    if failure.reason == "no_compiler":
+        raise error
+    return failure

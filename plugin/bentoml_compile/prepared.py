@@ -1,0 +1,57 @@
+"""PreparedShape: one example input, what serves its signature, and how that was decided."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bentoml_compile.engines.bounds import Bound
+from bentoml_compile.report import Engine, ShapeReport
+from bentoml_compile.shapes import ExampleInput, Signature
+
+
+@dataclass(eq=False, slots=True)
+class PreparedShape:
+    """Filled step by step by a boot, read by every call; implements listener.Executable.
+
+    `run` is compiled code for this signature, None while (or where) eager serves it.
+    """
+
+    model: str
+    label: str
+    signature: Signature | None
+    example: ExampleInput
+    engine: Engine = "eager"
+    run: Callable[..., Any] | None = None
+    bounds: tuple[Bound, ...] | None = None  # None: not looked for yet
+    speedup: float | None = None
+    max_error: float | None = None
+    reason: str = ""
+    prepared: bool = True
+
+    def serve_by(self, engine: Engine, run: Callable[..., Any]) -> None:
+        self.engine, self.run, self.reason = engine, run, ""
+
+    def serve_eagerly(self, reason: str) -> None:
+        self.engine, self.run, self.reason = "eager", None, reason
+
+    def forget(self) -> None:
+        """Back to what it was before anything was found out about it."""
+        self.serve_eagerly("")
+        self.speedup = self.max_error = self.bounds = None
+
+    def report(self) -> ShapeReport:
+        return ShapeReport(self.label, self.engine, self.speedup, self.max_error, self.reason)
+
+    def decisions(self) -> dict[str, Any]:
+        """What an artifact keeps, so that a warm boot neither verifies nor measures; plain JSON types."""
+        bounds = [{**dataclasses.asdict(bound), "path": list(bound.path)} for bound in self.bounds or ()]
+        return {**dataclasses.asdict(self.report()), "bounds": bounds}
+
+    def decide_as(self, decisions: Mapping[str, Any]) -> None:
+        """The inverse of `decisions`; whoever loads the code sets `run`."""
+        self.engine, self.reason = decisions["engine"], decisions["reason"]
+        self.speedup, self.max_error = decisions["speedup"], decisions["max_error"]
+        self.bounds = tuple(Bound(**bound) for bound in decisions["bounds"])
