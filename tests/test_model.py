@@ -508,8 +508,8 @@ def test_an_example_that_the_model_cannot_run_is_a_config_error(make: Make) -> N
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"backend": "inducter"}, 'did you mean "inductor"'),
-        ({"backend": "inductor", "options": {"max_autotunes": True}}, 'did you mean "max_autotune"'),
+        ({"backend": "inducter"}, "did you mean 'inductor'"),
+        ({"backend": "inductor", "options": {"max_autotunes": True}}, "did you mean 'max_autotune'"),
     ],
 )
 def test_a_backend_or_option_unknown_to_torch_is_refused_with_the_nearest(make: Make, config: Any, words: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bentoml_compile.config import CompileConfig
+from bentoml_compile.config import CompileConfig, nearest
 from bentoml_compile.engines import dynamo
 from bentoml_compile.engines.build import OnFailure, Record, look_for_bounds, shape_failure
 from bentoml_compile.engines.eager import eager_callable
@@ -159,7 +158,7 @@ def check_backend(config: CompileConfig, *, where: str) -> None:
     """
     backends = torch._dynamo.list_backends(None)
     if config.backend not in backends:
-        nearest = _nearest(config.backend, backends)
+        nearest = nearest(config.backend, backends)
         raise ConfigError(
             f"{where}: torch_compile.backend={config.backend!r} is not a torch.compile backend{nearest}; "
             f"known: {', '.join(sorted(backends))}"
@@ -170,14 +169,9 @@ def check_backend(config: CompileConfig, *, where: str) -> None:
     for option in config.options:
         if option.replace("-", "_") not in known:
             raise ConfigError(
-                f"{where}: torch_compile.options: {option!r} is not an Inductor option{_nearest(option, known)}; "
+                f"{where}: torch_compile.options: {option!r} is not an Inductor option{nearest(option, known)}; "
                 "torch._inductor.list_options() lists them"
             )
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def find_graph_breaks(model: torch.nn.Module, method: str, examples: list[ExampleInput]) -> tuple[GraphBreak, ...]:
