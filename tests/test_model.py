@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bentoml_compile.errors import ConfigError, GraphBreakError, UnpreparedInputError, VerificationError
-from bentoml_compile.listener import Listener, Stage
+from bentoml_compile.listener import Call, Listener, Stage
 from bentoml_compile.model import CompiledModel, compile_model, explaining
 from tests.models import Broken, Classifier, classifier, ids
 
@@ -31,7 +31,7 @@ class Recorder(Listener):
         self.stages: list[Stage] = []
         self.fallbacks: list[str] = []
         self.unprepared_calls: list[str] = []
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[Call] = []
 
     def stage_ended(self, stage: Stage) -> None:
         self.stages.append(stage)
@@ -45,10 +45,8 @@ class Recorder(Listener):
     def tracing(self) -> bool:
         return True
 
-    def called(self, executable: Any, shape: Any, batch: Any, *rest: Any) -> None:
-        names = ("started_ns", "ended_ns", "compiles", "fallback", "device_seconds", "error")
-        call = dict(zip(names, rest, strict=True))
-        self.calls.append({"engine": executable.engine, "prepared": executable.prepared, "shape": shape, **call})
+    def called(self, call: Call) -> None:
+        self.calls.append(call)
 
     def stage_names(self) -> list[str]:
         return [stage.name for stage in self.stages if not stage.name.startswith("phase.")]
@@ -89,7 +87,7 @@ def test_a_prepared_shape_is_answered_by_compiled_code(make: Make) -> None:
     compiled = make(model, recorder=recorder)
     torch.testing.assert_close(compiled(ids=ids(2, 5)), model(ids(2, 5)))
     torch.testing.assert_close(compiled(ids(4, 7)), model(ids(4, 7)))
-    assert [(call["engine"], call["prepared"], call["shape"]) for call in recorder.calls] == [
+    assert [(call.executable.engine, call.executable.prepared, call.shape) for call in recorder.calls] == [
         ("jit", True, "ids: int64[2, 5]"),
         ("jit", True, "ids: int64[4, 7]"),
     ]
@@ -107,8 +105,8 @@ def test_an_unprepared_shape_runs_eagerly_and_never_reaches_the_compiler(make: M
     compiled = make(model, recorder=recorder)
     torch.testing.assert_close(compiled(ids=ids(3, 3)), model(ids(3, 3)))
     call = recorder.calls[0]
-    assert (call["engine"], call["prepared"], call["shape"]) == ("eager", False, "ids: int64[3, 3]")
-    assert not call["compiles"]
+    assert (call.executable.engine, call.executable.prepared, call.shape) == ("eager", False, "ids: int64[3, 3]")
+    assert not call.compiles
     assert recorder.unprepared_calls == ["eager"]
 
 
@@ -168,7 +166,7 @@ def test_a_changed_model_is_answered_eagerly_and_said_so_once(make: Make, caplog
     for _ in range(3):
         torch.testing.assert_close(compiled(ids=ids()), model(ids()))
     assert recorder.fallbacks == ["guard"] * 3
-    assert [call["fallback"] for call in recorder.calls] == ["guard"] * 3
+    assert [call.fallback for call in recorder.calls] == ["guard"] * 3
     assert len([r for r in caplog.records if "answered eagerly" in r.getMessage()]) == 1
 
 
@@ -210,11 +208,10 @@ def test_a_compile_inside_a_call_is_counted_and_reported(make: Make) -> None:
     assert compiled.recompiles == 0
     compiled(x=torch.full((3,), 2.0))
     assert compiled.recompiles == 1
-    [compile_] = recorder.calls[-1]["compiles"]
+    last = recorder.calls[-1]
+    [compile_] = last.compiles
     assert "size" in compile_.reason
-    assert (
-        recorder.calls[-1]["started_ns"] <= compile_.started_ns <= compile_.ended_ns <= recorder.calls[-1]["ended_ns"]
-    )
+    assert last.started_ns <= compile_.started_ns <= compile_.ended_ns <= last.ended_ns
 
 
 def test_another_branch_of_a_model_in_parts_is_right_and_not_compiled_in_the_call(make: Make) -> None:
@@ -543,7 +540,7 @@ def test_a_listener_that_raises_breaks_neither_boot_nor_call(make: Make, caplog:
         def stage_started(self, stage: Stage) -> None:
             raise RuntimeError("no collector")
 
-        def called(self, *args: Any) -> None:
+        def called(self, call: Call) -> None:
             raise RuntimeError("no collector")
 
     compiled = make(recorder=Broken())

@@ -70,6 +70,23 @@ class Executable(Protocol):
     def prepared(self) -> bool: ...
 
 
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a compiled model. Times are nanoseconds since the epoch."""
+
+    executable: Executable
+    started_ns: int
+    ended_ns: int
+    compiles: Sequence[Compile] = ()  # that happened inside of it
+    fallback: str | None = None  # why a prepared shape was answered eagerly this time
+    error: BaseException | None = None
+    queue_seconds: float = 0.0
+    # the rest only if `tracing()` said so when the call began
+    shape: str | None = None
+    batch_size: int | None = None
+    device_seconds: float | None = None
+
+
 class Listener:
     """Every method does nothing here; override what you need. An exception raised in one is logged and dropped."""
 
@@ -92,25 +109,8 @@ class Listener:
         """Whether the current call's trace is sampled, so that details that cost time are wanted."""
         return False
 
-    def called(
-        self,
-        executable: Executable,
-        shape: str | None,
-        batch_size: int | None,
-        started_ns: int,
-        ended_ns: int,
-        compiles: Sequence[Compile],
-        fallback: str | None,
-        device_seconds: float | None,
-        error: BaseException | None,
-        queue_seconds: float = 0.0,
-    ) -> None:
-        """One call of a compiled model is over (in the caller's thread and context).
-
-        `shape` and `batch_size` are None unless `tracing()` said True at its start. `fallback` is the reason why a
-        prepared shape was answered eagerly this time; `fallback()` was told too. `queue_seconds` is
-        the part of the call that waited for its turn.
-        """
+    def called(self, call: Call) -> None:
+        """One call of a compiled model is over (in the caller's thread and context)."""
 
 
 class Listeners:

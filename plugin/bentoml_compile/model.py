@@ -29,7 +29,7 @@ from bentoml_compile.engines.bounds import in_bounds
 from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.engines.limits import prompt_termination
 from bentoml_compile.errors import ConfigError, UnpreparedInputError
-from bentoml_compile.listener import Compile, Executable, Listener, Listeners, Timeline
+from bentoml_compile.listener import Call, Compile, Executable, Listener, Listeners, Timeline
 from bentoml_compile.prepared import PreparedShape
 from bentoml_compile.report import CompileReport, GraphBreak
 from bentoml_compile.shapes import (
@@ -286,12 +286,12 @@ class CompiledModel:
         listeners = self._listeners
         if not listeners:
             return
+        call = Call(executable, started, ended, compiles, fallback, error)
         if listeners.tracing():
-            shape = executable.label if executable.prepared else describe(ExampleInput(args, kwargs), self._names)
-            batch, device_seconds = batch_size_of(args, kwargs), clock.seconds() if clock else None
-        else:
-            shape, batch, device_seconds = None, None, None
-        listeners.tell("called", executable, shape, batch, started, ended, compiles, fallback, device_seconds, error)
+            call.shape = executable.label if executable.prepared else describe(ExampleInput(args, kwargs), self._names)
+            call.batch_size = batch_size_of(args, kwargs)
+            call.device_seconds = clock.seconds() if clock else None
+        listeners.tell("called", call)
 
     def __getattr__(self, name: str) -> Any:
         # only for what this class does not have

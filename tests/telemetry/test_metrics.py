@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bentoml_compile.engines.dynamo import start_watching, watch
-from bentoml_compile.listener import Compile, Listeners, Timeline
+from bentoml_compile.listener import Call, Compile, Listeners, Timeline
 from bentoml_compile.report import CompileReport, GraphBreak
 from bentoml_compile.telemetry.metrics import MetricsListener, classify, forget_dead_workers
 
@@ -68,21 +68,21 @@ def test_a_lookup_counts_by_its_outcome(measured: Measured, outcome: str) -> Non
 
 def test_a_calls_compile_time_is_not_inference_time(measured: Measured) -> None:
     compiles = [Compile(0, 3_000_000_000, "tensor 'x' size mismatch at index 0")]
-    measured.listener.called(Shape(), None, None, 0, 5_000_000_000, compiles, None, None, None, 1.0)
+    measured.listener.called(Call(Shape(), 0, 5_000_000_000, compiles, queue_seconds=1.0))
     labels = {"engine": "jit", "shape": "x: float32[2, 4]"}
     assert measured.value("inference_seconds_sum", **labels) == pytest.approx(1.0)
     assert measured.value("recompiles_total", reason="shape") == 1
 
 
 def test_a_call_that_raised_is_not_a_latency(measured: Measured) -> None:
-    measured.listener.called(Shape(), None, None, 0, 10, [], None, None, None)
-    measured.listener.called(Shape(), None, None, 0, 10, [], None, None, IndexError("out of range"))
+    measured.listener.called(Call(Shape(), 0, 10))
+    measured.listener.called(Call(Shape(), 0, 10, error=IndexError("out of range")))
     assert measured.value("inference_seconds_count", engine="jit", shape="x: float32[2, 4]") == 1
 
 
 def test_fallbacks_and_unprepared_calls_count(measured: Measured) -> None:
     measured.listener.fallback("encoder", "guard")
-    measured.listener.called(Shape(), None, None, 0, 10, [], "guard", None, None)  # the same one, told as a call's
+    measured.listener.called(Call(Shape(), 0, 10, fallback="guard"))  # the same one, told as a call's
     measured.listener.unprepared("encoder", "eager")
     assert measured.value("fallbacks_total", reason="guard") == 1
     assert measured.value("unprepared_total", action="eager") == 1

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags, set_span_in_context
 
-from bentoml_compile.listener import Compile, Listeners, Timeline
+from bentoml_compile.listener import Call, Compile, Listeners, Timeline
 from bentoml_compile.report import CompileReport
 from bentoml_compile.telemetry.spans import SpanListener, split_seconds
 
@@ -38,8 +38,7 @@ class Traced:
         return [span for span in self.exporter.get_finished_spans() if span.name == f"torch_compile.{name}"]
 
     def call(self, compiles: list[Compile] | None = None, **changed: object) -> None:
-        told = {"shape": None, "batch_size": None, "fallback": None, "device_seconds": None, "error": None} | changed
-        self.listener.called(Shape(), started_ns=1_000, ended_ns=2_000, compiles=compiles or [], **told)  # type: ignore[arg-type]
+        self.listener.called(Call(Shape(), 1_000, 2_000, compiles or [], **changed))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -145,7 +144,9 @@ def test_a_call_tells_its_fallback_its_error_and_its_device_time(traced: Traced)
 def test_compile_inference_and_queue_sum_to_the_calls_length(
     compiles: list[tuple[int, int]], queue_seconds: float, expected: tuple[int, int, int]
 ) -> None:
-    parts = split_seconds(1000, 2000, [Compile(*times, "") for times in compiles], queue_seconds)
+    parts = split_seconds(
+        Call(Shape(), 1000, 2000, [Compile(*times, "") for times in compiles], queue_seconds=queue_seconds)
+    )
     names = ("compile_seconds", "inference_seconds", "queue_seconds")
     assert tuple(round(parts[name] * 1e9) for name in names) == expected
 
@@ -155,8 +156,8 @@ def test_what_an_unsampled_call_costs_is_printed(traced: Traced) -> None:
     token = attach(set_span_in_context(unsampled))
     try:
         listeners, shape = Listeners([traced.listener]), Shape()
-        told = ("called", shape, None, None, 1, 2, [], None, None, None)
-        seconds = min(timeit.repeat(lambda: listeners.tell(*told), number=10_000, repeat=3)) / 10_000
+        runs = timeit.repeat(lambda: listeners.tell("called", Call(shape, 1, 2)), number=10_000, repeat=3)
+        seconds = min(runs) / 10_000
     finally:
         detach(token)
     print(f"an unsampled call costs the span listener {seconds * 1e6:.2f} us")

@@ -158,9 +158,9 @@ def check_backend(config: CompileConfig, *, where: str) -> None:
     """
     backends = torch._dynamo.list_backends(None)
     if config.backend not in backends:
-        nearest = nearest(config.backend, backends)
+        hint = nearest(config.backend, backends)
         raise ConfigError(
-            f"{where}: torch_compile.backend={config.backend!r} is not a torch.compile backend{nearest}; "
+            f"{where}: torch_compile.backend={config.backend!r} is not a torch.compile backend{hint}; "
             f"known: {', '.join(sorted(backends))}"
         )
     if config.backend != "inductor":

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from bentoml_compile.listener import Compile, Executable, Listener, Stage
+from bentoml_compile.listener import Call, Listener, Stage
 from bentoml_compile.report import CompileReport
 from bentoml_compile.telemetry.spans import split_seconds
 
@@ -109,28 +109,17 @@ class MetricsListener(Listener):
     def unprepared(self, model: str, action: str) -> None:
         self._unprepared.labels(model, action).inc()
 
-    def called(
-        self,
-        executable: Executable,
-        shape: str | None,
-        batch_size: int | None,
-        started_ns: int,
-        ended_ns: int,
-        compiles: Sequence[Compile],
-        fallback: str | None,
-        device_seconds: float | None,
-        error: BaseException | None,
-        queue_seconds: float = 0.0,
-    ) -> None:
-        for compile_ in compiles:
+    def called(self, call: Call) -> None:
+        executable = call.executable
+        for compile_ in call.compiles:
             self._recompiles.labels(executable.model, classify(compile_.reason)).inc()
-        if error is not None:
+        if call.error is not None:
             return
         key = (executable.model, executable.engine, executable.label)
         observe = self._observe.get(key)
         if observe is None:  # labels() takes a lock and builds strings: once, not per call
             observe = self._observe[key] = self._inference_seconds.labels(*key).observe
-        observe(split_seconds(started_ns, ended_ns, compiles, queue_seconds)["inference_seconds"])
+        observe(split_seconds(call)["inference_seconds"])
 
 
 # Words of Dynamo's guard failures (torch 2.13), in order of precedence; the whole text is on the recompile span.

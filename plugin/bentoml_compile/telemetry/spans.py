@@ -16,7 +16,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
 
-from bentoml_compile.listener import Compile, Event, Executable, Listener, Stage, Value
+from bentoml_compile.listener import Call, Compile, Event, Listener, Stage, Value
 from bentoml_compile.report import CompileReport
 
 PREFIX = "torch_compile."
@@ -67,42 +67,31 @@ class SpanListener(Listener):
     def tracing(self) -> bool:
         return trace.get_current_span().get_span_context().trace_flags.sampled
 
-    def called(
-        self,
-        executable: Executable,
-        shape: str | None,
-        batch_size: int | None,
-        started_ns: int,
-        ended_ns: int,
-        compiles: Sequence[Compile],
-        fallback: str | None,
-        device_seconds: float | None,
-        error: BaseException | None,
-        queue_seconds: float = 0.0,
-    ) -> None:
+    def called(self, call: Call) -> None:
         if not self.tracing():
-            if compiles:
-                self._add_recompiles(compiles, get_current())
+            if call.compiles:
+                self._add_recompiles(call.compiles, get_current())
             return
+        executable = call.executable
         model = self._models.get(executable.model)
-        span = self._tracer.start_span("torch_compile.inference", start_time=started_ns, links=_links(model))
+        span = self._tracer.start_span("torch_compile.inference", start_time=call.started_ns, links=_links(model))
         attributes: dict[str, Value | None] = {
             "model": executable.model,
             "mode": model.mode if model else None,
             "engine": executable.engine,
-            "shape": shape or executable.label,
+            "shape": call.shape or executable.label,
             "prepared": executable.prepared,
-            "batch_size": batch_size,
-            "device_seconds": device_seconds,
-            **split_seconds(started_ns, ended_ns, compiles, queue_seconds),
+            "batch_size": call.batch_size,
+            "device_seconds": call.device_seconds,
+            **split_seconds(call),
         }
         span.set_attributes(_prefixed(attributes))
-        self._add_recompiles(compiles, trace.set_span_in_context(span))
-        if fallback is not None:
-            _add_event(span, Event("fallback", started_ns, {"reason": fallback}))
-        if error is not None:
-            _fail(span, error, ended_ns)
-        span.end(ended_ns)
+        self._add_recompiles(call.compiles, trace.set_span_in_context(span))
+        if call.fallback is not None:
+            _add_event(span, Event("fallback", call.started_ns, {"reason": call.fallback}))
+        if call.error is not None:
+            _fail(span, call.error, call.ended_ns)
+        span.end(call.ended_ns)
 
     def _add_recompiles(self, compiles: Sequence[Compile], parent: Context) -> None:
         for compile_ in compiles:
@@ -120,20 +109,18 @@ class SpanListener(Listener):
         return self._boot()
 
 
-def split_seconds(
-    started_ns: int, ended_ns: int, compiles: Sequence[Compile], queue_seconds: float
-) -> dict[str, float]:
+def split_seconds(call: Call) -> dict[str, float]:
     """A call's length as compile_seconds, inference_seconds and queue_seconds, which sum to it.
 
     Compiles that overlap (a nested frame) count once, and only as far as they lie inside of the call.
     """
-    length = ended_ns - started_ns
-    compiling, covered_to = 0, started_ns
-    for compile_ in sorted(compiles, key=lambda one: one.started_ns):
-        end = min(compile_.ended_ns, ended_ns)
+    length = call.ended_ns - call.started_ns
+    compiling, covered_to = 0, call.started_ns
+    for compile_ in sorted(call.compiles, key=lambda one: one.started_ns):
+        end = min(compile_.ended_ns, call.ended_ns)
         compiling += max(0, end - max(compile_.started_ns, covered_to))
         covered_to = max(covered_to, end)
-    queued = min(max(0, int(queue_seconds * 1e9)), length - compiling)
+    queued = min(max(0, int(call.queue_seconds * 1e9)), length - compiling)
     return {
         "compile_seconds": compiling / 1e9,
         "inference_seconds": (length - compiling - queued) / 1e9,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import bentoml
 
 from bentoml_compile.bento import batching, boot
-from bentoml_compile.listener import Compile, Listeners, Timeline
+from bentoml_compile.listener import Call, Compile, Listeners, Timeline
 from bentoml_compile.report import CompileReport
 
 boot.install()
@@ -63,7 +63,7 @@ class Toy:
         time.sleep(0.005)  # as a model would: so that requests queue up behind a batch
         ended = time.time_ns()
         compiles = [Compile(started, (started + ended) // 2, "size mismatch at index 0")] if recompiles else []
-        self.listeners.tell("called", self.shape, None, len(xs), started, ended, compiles, None, None, None)
+        self.listeners.tell("called", Call(self.shape, started, ended, compiles, batch_size=len(xs)))
         return [2 * x for x in xs]
 
 
