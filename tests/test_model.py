@@ -130,11 +130,24 @@ def test_a_token_outside_of_the_vocabulary_is_eagers_index_error(make: Make, val
     assert compiled(ids=ids(2, 5))["logits"].shape == (2, 3)
 
 
-def test_other_strides_of_a_prepared_shape_give_eagers_result(make: Make) -> None:
-    model = classifier()
-    compiled = make(model)
+def test_other_strides_of_a_prepared_shape_are_put_right(make: Make) -> None:
+    recorder, model = Recorder(), classifier()
+    compiled = make(model, recorder=recorder, on_unprepared="reject")
     turned = ids(5, 2).t()
     torch.testing.assert_close(compiled(ids=turned), model(turned))
+    torch.testing.assert_close(compiled(turned), model(turned))
+    assert [(call.executable.engine, call.fallback) for call in recorder.calls] == [("jit", None)] * 2
+
+
+def test_a_model_that_writes_into_its_inputs_is_given_the_callers_own(make: Make) -> None:
+    class Writer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(1)
+
+    compiled = make(Writer().eval(), [{"x": torch.zeros(2, 3)}])
+    for given in (torch.zeros(2, 3), torch.zeros(3, 2).t()):
+        compiled(x=given)
+        assert torch.equal(given, torch.ones(2, 3))
 
 
 def test_many_threads_get_eagers_results(make: Make) -> None:
@@ -185,7 +198,7 @@ def test_compiled_code_that_fails_in_a_call_is_answered_eagerly(make: Make) -> N
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("cuda graphs and threads")
 
-    [shape, _] = compiled.__dict__["_prepared"].values()
+    [shape, _] = compiled.__dict__["_serving"].exact.values()
     shape.run = fail
     torch.testing.assert_close(compiled(*shape.example.args, **shape.example.kwargs), model(**shape.example.kwargs))
     assert recorder.fallbacks == ["call_failed"]

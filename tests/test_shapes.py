@@ -10,9 +10,11 @@ from bentoml_compile.shapes import (
     ExampleInput,
     batch_size_of,
     describe,
+    fitted,
     leaves,
     parameter_names,
     read_example_inputs,
+    relaxed,
     signature_of,
 )
 
@@ -54,6 +56,32 @@ def test_everything_that_compiled_code_depends_on_is_in_the_signature(other: Any
 def test_constants_differ_by_type_and_value(left: Any, right: Any) -> None:
     assert not same({"flag": left}, {"flag": right})
     assert same({"flag": left}, {"flag": left})
+
+
+def test_a_relaxed_signature_leaves_out_what_a_copy_can_put_right() -> None:
+    wanted = signature_of(NAMES, (), {"ids": [ONES]})
+    for value in (torch.ones(3, 2).t(), torch.ones(2, 3, requires_grad=True), torch.nn.Parameter(torch.ones(2, 3))):
+        given = signature_of(NAMES, (), {"ids": [value]})
+        assert wanted is not None
+        assert given is not None
+        assert given != wanted
+        assert relaxed(given) == relaxed(wanted)
+    other = signature_of(NAMES, (), {"ids": [torch.ones(2, 3, dtype=torch.float64)]})
+    assert other is not None
+    assert relaxed(other) != relaxed(wanted)
+
+
+def test_a_fitted_call_has_the_examples_strides_and_the_calls_values() -> None:
+    example = ExampleInput((), {"ids": ONES, "mask": {"m": [torch.ones(3, 2).t()]}})
+    given = torch.arange(6.0).reshape(3, 2).t().requires_grad_()
+    args, kwargs = fitted(example, NAMES, (given,), {"mask": {"m": [torch.arange(6.0).reshape(2, 3)]}})
+    assert torch.equal(args[0], given)
+    assert args[0].stride() == (3, 1)
+    assert not args[0].requires_grad
+    assert kwargs["mask"]["m"][0].stride() == (1, 2)
+    assert torch.equal(kwargs["mask"]["m"][0], torch.arange(6.0).reshape(2, 3))
+    again, _ = fitted(example, NAMES, (ONES,), {})
+    assert again[0].data_ptr() == ONES.data_ptr()
 
 
 def test_an_absent_argument_is_not_none() -> None:

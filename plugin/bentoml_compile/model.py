@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,13 @@ from bentoml_compile.prepared import PreparedShape
 from bentoml_compile.report import CompileReport, GraphBreak
 from bentoml_compile.shapes import (
     ExampleInput,
+    Signature,
     batch_size_of,
     describe,
+    fitted,
     parameter_names,
     read_example_inputs,
+    relaxed,
     signature_of,
 )
 from bentoml_compile.startup import Startup
@@ -157,6 +160,30 @@ class _Unprepared:
     prepared: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """What answers calls; replaced whole, so that no call sees half of a change."""
+
+    eager: Callable[..., Any]
+    exact: dict[Signature | None, PreparedShape]
+    relaxed: dict[Signature, PreparedShape]
+
+    @classmethod
+    def of(cls, eager: Callable[..., Any], shapes: Sequence[PreparedShape]) -> _Serving:
+        exact: dict[Signature | None, PreparedShape] = {}
+        by_copy: dict[Signature, PreparedShape] = {}
+        for shape in shapes:
+            if shape.signature is not None:
+                exact[shape.signature] = shape
+                if not shape.writes_inputs:
+                    by_copy.setdefault(relaxed(shape.signature), shape)
+        return cls(eager, exact, by_copy)
+
+    def almost(self, signature: Signature | None) -> PreparedShape | None:
+        """The prepared shape that differs in nothing but what a copy of the tensors puts right."""
+        return self.relaxed.get(relaxed(signature)) if signature is not None else None
+
+
 class CompiledModel:
     """Calls a model's method: compiled where the input's signature was prepared, else as `on_unprepared` says.
 
@@ -185,10 +212,9 @@ class CompiledModel:
         dynamo.start_watching()
         self.__dict__.update(
             _model=model,
-            _eager=eager_callable(model, method),
             _names=names,
             _artifact=startup.artifact,
-            _prepared={shape.signature: shape for shape in startup.shapes if shape.signature is not None},
+            _serving=_Serving.of(eager_callable(model, method), startup.shapes),
             _unprepared=_Unprepared(report.model),
             _rejects=config.enabled and config.on_unprepared == "reject",
             _listeners=listeners,
@@ -206,9 +232,14 @@ class CompiledModel:
             UnpreparedInputError: `on_unprepared: reject` and the signature was not prepared.
             Exception: whatever the model itself raises for this input.
         """
-        shape: PreparedShape | None = self._prepared.get(signature_of(self._names, args, kwargs))
+        serving: _Serving = self._serving
+        signature = signature_of(self._names, args, kwargs)
+        shape = serving.exact.get(signature)
         if shape is None:
-            self._check_unprepared(args, kwargs)
+            if (shape := serving.almost(signature)) is not None:
+                args, kwargs = fitted(shape.example, self._names, args, kwargs)
+            else:
+                self._check_unprepared(args, kwargs)
         executable: Executable = shape if shape is not None else self._unprepared
         fallback: str | None = None
         error: BaseException | None = None
@@ -217,13 +248,13 @@ class CompiledModel:
         try:
             if shape is None or (run := shape.run) is None or not in_bounds(shape.bounds or (), args, kwargs):
                 with torch.inference_mode():
-                    return self._eager(*args, **kwargs)
+                    return serving.eager(*args, **kwargs)
             try:
                 return run(*args, **kwargs)
             except Exception as failure:
                 fallback = self._explain_fallback(failure)
                 with torch.inference_mode():
-                    return self._eager(*args, **kwargs)
+                    return serving.eager(*args, **kwargs)
         except BaseException as raised:
             error = raised
             raise
@@ -236,7 +267,7 @@ class CompiledModel:
             del _open_models[self.report.model]
         if self._artifact is not None:
             self._artifact.release()
-        self.__dict__.update(_artifact=None, _prepared={}, _eager=self._closed, _rejects=False)
+        self.__dict__.update(_artifact=None, _serving=_Serving.of(self._closed, ()), _rejects=False)
 
     def _closed(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"model {self.report.model!r} is closed")

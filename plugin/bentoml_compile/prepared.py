@@ -26,6 +26,7 @@ class PreparedShape:
     engine: Engine = "eager"
     run: Callable[..., Any] | None = None
     bounds: tuple[Bound, ...] | None = None  # None: not looked for yet
+    writes_inputs: bool = False  # then a call's tensors must not be replaced by copies with other strides
     speedup: float | None = None
     max_error: float | None = None
     reason: str = ""
@@ -41,6 +42,7 @@ class PreparedShape:
         """Back to what it was before anything was found out about it."""
         self.serve_eagerly("")
         self.speedup = self.max_error = self.bounds = None
+        self.writes_inputs = False
 
     def report(self) -> ShapeReport:
         return ShapeReport(self.label, self.engine, self.speedup, self.max_error, self.reason)
@@ -48,10 +50,11 @@ class PreparedShape:
     def decisions(self) -> dict[str, Any]:
         """What an artifact keeps, so that a warm boot neither verifies nor measures; plain JSON types."""
         bounds = [{**dataclasses.asdict(bound), "path": list(bound.path)} for bound in self.bounds or ()]
-        return {**dataclasses.asdict(self.report()), "bounds": bounds}
+        return {**dataclasses.asdict(self.report()), "bounds": bounds, "writes_inputs": self.writes_inputs}
 
     def decide_as(self, decisions: Mapping[str, Any]) -> None:
         """The inverse of `decisions`; whoever loads the code sets `run`."""
         self.engine, self.reason = decisions["engine"], decisions["reason"]
         self.speedup, self.max_error = decisions["speedup"], decisions["max_error"]
         self.bounds = tuple(Bound(**bound) for bound in decisions["bounds"])
+        self.writes_inputs = decisions["writes_inputs"]

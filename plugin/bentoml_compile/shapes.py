@@ -32,6 +32,15 @@ class ExampleInput:
         """A deep copy of the tensors, so that a model that writes into its inputs cannot change the example."""
         return ExampleInput(_clone(self.args), _clone(self.kwargs))
 
+    def equals(self, other: ExampleInput) -> bool:
+        """Whether all tensors of the other, of the same structure, have the same values (NaN equals NaN)."""
+        mine, theirs = leaves((self.args, self.kwargs)), leaves((other.args, other.kwargs))
+        return all(
+            torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+            for (_, left), (_, right) in zip(mine, theirs, strict=True)
+            if isinstance(left, torch.Tensor)
+        )
+
 
 def read_example_inputs(example_inputs: Any, *, model: str) -> list[ExampleInput]:
     """Checks what the user gave: a non-empty list of dicts (keyword arguments) or tuples (positional ones).
@@ -77,10 +86,59 @@ def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
     try:
         items = [(name, _leaf(value)) for name, value in kwargs.items()]
         if args:
-            items += [(names[i] if i < len(names) else f"*{i}", _leaf(value)) for i, value in enumerate(args)]
+            items += [(_name(names, index), _leaf(value)) for index, value in enumerate(args)]
         return frozenset(items)
     except _NoSignature:
         return None
+
+
+def relaxed(signature: Signature) -> Signature:
+    """The signature without what `fitted` can put right: strides, requires_grad and Parameter instead of Tensor."""
+    return frozenset((name, _relaxed(leaf)) for name, leaf in signature)
+
+
+def _relaxed(leaf: Any) -> Hashable:
+    if not isinstance(leaf, tuple):
+        return leaf  # type: ignore[no-any-return]
+    if leaf and isinstance(leaf[0], type) and issubclass(leaf[0], torch.Tensor):
+        kind, dtype, sizes, _, device, _ = leaf
+        return (torch.Tensor if kind is torch.nn.Parameter else kind, dtype, sizes, device)
+    return tuple(map(_relaxed, leaf))
+
+
+def fitted(
+    example: ExampleInput, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same values with the example's strides; a copy only of tensors that need it.
+
+    Both must have one relaxed signature.
+    """
+    wanted = _by_name(example.args, example.kwargs, names)
+    return (
+        tuple(_fit(value, wanted[_name(names, index)]) for index, value in enumerate(args)),
+        {name: _fit(value, wanted[name]) for name, value in kwargs.items()},
+    )
+
+
+def _fit(value: Any, wanted: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if value.stride() == wanted.stride():
+            return value
+        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    if isinstance(value, dict):
+        return {key: _fit(item, wanted[key]) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_fit, value, wanted))
+    return value
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {**kwargs, **{_name(names, index): value for index, value in enumerate(args)}}
+
+
+def _name(names: tuple[str, ...], index: int) -> str:
+    return names[index] if index < len(names) else f"*{index}"
 
 
 class _NoSignature(Exception):
@@ -104,8 +162,7 @@ def _leaf(value: Any) -> Hashable:
 
 def describe(example: ExampleInput, names: tuple[str, ...]) -> str:
     """The signature for people: "attention_mask: int64[2, 12], input_ids: int64[2, 12]"; strides only if unusual."""
-    named = dict(example.kwargs)
-    named.update({names[i] if i < len(names) else f"*{i}": value for i, value in enumerate(example.args)})
+    named = _by_name(example.args, example.kwargs, names)
     return ", ".join(f"{name}: {_describe(named[name])}" for name in sorted(named))
 
 

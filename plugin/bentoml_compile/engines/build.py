@@ -25,16 +25,17 @@ class Record:
     breaks: tuple[GraphBreak, ...] = ()
 
 
-def look_for_bounds(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, ...]) -> None:
-    """Finds the shape's index bounds by running eager, unless an artifact has told them.
+def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, ...]) -> None:
+    """Finds what eager does with the shape's inputs by running it once, unless an artifact has told.
 
     Raises:
         ConfigError: the model cannot run this example at all.
     """
     if shape.bounds is not None:
         return
+    inputs = shape.example.clone()
     try:
-        shape.bounds = find_bounds(eager, shape.example.clone(), names)
+        shape.bounds = find_bounds(eager, inputs, names)
     except Exception as error:
         if out_of_memory(error):
             raise
@@ -42,6 +43,7 @@ def look_for_bounds(shape: PreparedShape, eager: Callable[..., Any], names: tupl
             f"model {shape.model!r}: the example input ({shape.label}) fails without compiling: "
             f"{type(error).__name__}: {error}. Fix example_inputs."
         ) from error
+    shape.writes_inputs = not inputs.equals(shape.example)
 
 
 def shape_failure(error: Exception) -> Failure:

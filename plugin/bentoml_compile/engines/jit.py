@@ -13,7 +13,7 @@ import torch
 
 from bentoml_compile.config import CompileConfig, nearest
 from bentoml_compile.engines import dynamo
-from bentoml_compile.engines.build import OnFailure, Record, look_for_bounds, shape_failure
+from bentoml_compile.engines.build import OnFailure, Record, examine, shape_failure
 from bentoml_compile.engines.eager import eager_callable
 from bentoml_compile.engines.phases import recorded_phases
 from bentoml_compile.errors import ConfigError
@@ -111,7 +111,7 @@ def build(
         ):
             for shape in shapes:
                 try:
-                    look_for_bounds(shape, eager, names)
+                    examine(shape, eager, names)
                     program.prepare(shape.example)
                     shape.serve_by("jit", program)
                 except (GraphBroken, ConfigError):
