@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from bentoml_compile.artifacts.fingerprint import Fingerprint, fingerprint, hash_files
+from bentoml_compile.artifacts.fingerprint import Fingerprint, fingerprint
+from bentoml_compile.artifacts.hashing import hash_sources
 from bentoml_compile.artifacts.store import Artifact, Draft, Refusal, Store
 from bentoml_compile.config import CompileConfig, VerifyConfig
 from bentoml_compile.engines import dynamo, jit
@@ -213,7 +214,7 @@ class Startup:
         if self._store is None or self._fingerprint is None or not self.config.artifacts.write:
             return
         try:
-            sources = hash_files({*self._record.sources, *(item.file for item in breaks if item.file)})
+            sources = hash_sources({*self._record.sources, *(item.file for item in breaks if item.file)})
             self._store.remember_refusal(self.name, self._fingerprint, Refusal(message, breaks, sources))
         except Exception as error:
             logger.warning("model %r: the graph breaks could not be remembered: %s", self.name, error)
@@ -278,7 +279,7 @@ class Startup:
         try:
             if self._draft is not None and complete:
                 with self.timeline.stage("store"):
-                    self.artifact = self._draft.seal(self._decisions(), hash_files(self._record.sources))
+                    self.artifact = self._draft.seal(self._decisions(), hash_sources(self._record.sources))
             elif self.artifact is not None and complete and (self._compiled_now or self.artifact.grown()):
                 with self.timeline.stage("store"):
                     self.artifact.reseal(self._decisions())

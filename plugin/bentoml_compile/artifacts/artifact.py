@@ -151,7 +151,7 @@ class Draft:
 
         Args:
             decisions: what the boot found out, e.g. which shapes are served compiled.
-            sources: the source files that were traced, by path, with their hashes (`hash_files`).
+            sources: the files and global constants that the model's code reads, with their hashes (`hash_sources`).
             engine: what made it.
 
         Raises:

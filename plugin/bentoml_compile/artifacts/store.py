@@ -9,7 +9,7 @@ there, which is written last. Its lock file tells the living from the dead: whoe
     if found.artifact is None:
         with store.draft("encoder", fingerprint) as draft:
             ...  # compile with TORCHINDUCTOR_CACHE_DIR=draft.cache
-            artifact = draft.seal(decisions={}, sources=hash_files(traced))
+            artifact = draft.seal(decisions={}, sources=hash_sources(traced))
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bentoml_compile.artifacts.artifact import TRASH, Artifact, Draft, new_draft, remove_unused, sweep
 from bentoml_compile.artifacts.axes import Fingerprint
-from bentoml_compile.artifacts.hashing import hash_files
+from bentoml_compile.artifacts.hashing import hash_sources
 from bentoml_compile.artifacts.lock import LOCK, DirectoryLock, try_lock
 from bentoml_compile.artifacts.manifest import (
     MANIFEST,
@@ -267,8 +267,8 @@ def _lock_to_read(attempt: Path) -> DirectoryLock:
 
 
 def _changed_source(sources: Mapping[str, str]) -> str | None:
-    now = hash_files(sources)
-    return next((path for path, known in sources.items() if now[path] != known), None)
+    now = hash_sources(sources)
+    return next((source for source, known in sources.items() if now.get(source, known) != known), None)
 
 
 def _newest_first(directory: Path) -> list[Path]:

@@ -9,6 +9,7 @@ from typing import Any
 from bentoml_compile.engines.bounds import find_bounds
 from bentoml_compile.engines.failures import Failure, classify, out_of_memory
 from bentoml_compile.engines.phases import Phase
+from bentoml_compile.engines.sources import watched_sources
 from bentoml_compile.errors import ConfigError
 from bentoml_compile.prepared import PreparedShape
 from bentoml_compile.report import GraphBreak
@@ -21,11 +22,11 @@ class Record:
     """Filled by a build also when it fails: the trace, the report and the artifact need it."""
 
     phases: list[Phase] = field(default_factory=list)
-    sources: set[str] = field(default_factory=set)  # files of every function that was traced
+    sources: set[str] = field(default_factory=set)  # see engines/sources.py
     breaks: tuple[GraphBreak, ...] = ()
 
 
-def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, ...]) -> None:
+def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, ...], record: Record) -> None:
     """Finds what eager does with the shape's inputs by running it once, unless an artifact has told.
 
     Raises:
@@ -35,7 +36,8 @@ def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, .
         return
     inputs = shape.example.clone()
     try:
-        shape.bounds = find_bounds(eager, inputs, names)
+        with watched_sources() as sources:
+            shape.bounds = find_bounds(eager, inputs, names)
     except Exception as error:
         if out_of_memory(error):
             raise
@@ -43,6 +45,7 @@ def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, .
             f"model {shape.model!r}: the example input ({shape.label}) fails without compiling: "
             f"{type(error).__name__}: {error}. Fix example_inputs."
         ) from error
+    record.sources |= sources
     shape.writes_inputs = not inputs.equals(shape.example)
 
 

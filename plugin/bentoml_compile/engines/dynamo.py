@@ -147,32 +147,6 @@ _DATA_DEPENDENT_BRANCH = """Data-dependent branching
   Hint: Use torch.where or torch.cond, or decide outside of the model."""
 
 
-@contextlib.contextmanager
-def recorded_sources() -> Iterator[set[str]]:
-    """Collects the files of every function that Dynamo traces inside; filled at the end.
-
-    Without torch's list an artifact is guarded by the files of the model's classes alone.
-    """
-    files: set[str] = set()
-    from torch._guards import TracingContext
-
-    contexts: list[Any] = []
-    original = TracingContext.__init__
-
-    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        contexts.append(self)
-
-    TracingContext.__init__ = remember  # type: ignore[method-assign]
-    try:
-        yield files
-    finally:
-        TracingContext.__init__ = original  # type: ignore[method-assign]
-        for context in contexts:
-            files.update(code.co_filename for code in getattr(context, "traced_code", None) or ())
-        files.difference_update([name for name in files if not os.path.isfile(name)])
-
-
 def cache_misses() -> int:
     """How many graphs Inductor had to compile in this process because its cache did not have them."""
     from torch._dynamo.utils import counters

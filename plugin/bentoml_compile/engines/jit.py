@@ -104,14 +104,13 @@ def build(
     try:
         with (
             dynamo.inductor_cache(cache),
-            dynamo.recorded_sources() as sources,
             recorded_phases() as phases,
             dynamo.recorded_graph_breaks() as breaks,
             program.preparing(len(shapes)),
         ):
             for shape in shapes:
                 try:
-                    examine(shape, eager, names)
+                    examine(shape, eager, names, record)
                     program.prepare(shape.example)
                     shape.serve_by("jit", program)
                 except (GraphBroken, ConfigError):
@@ -119,7 +118,6 @@ def build(
                 except Exception as error:
                     on_failure(shape, shape_failure(error))
     finally:
-        record.sources |= sources
         record.phases += phases
         if not fullgraph:
             record.breaks = tuple(dict.fromkeys((*record.breaks, *breaks)))
