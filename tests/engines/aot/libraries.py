@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 WORDS, WIDTH = 11, 64
-LONG = 1200  # rows of Long's matrix
+LONG = 2000  # rows of Long's matrix
 SETTINGS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
@@ -27,6 +27,9 @@ SETTINGS = {
 
 class Words(nn.Module):
     """An index, a matrix product, small weights of every kind, and an output that is None."""
+
+    scale: torch.Tensor
+    offset: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,9 @@ import logging
 import os
 import shutil
 import signal
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,13 +161,30 @@ def test_strides_of_dimensions_of_one_element_are_not_compared() -> None:
 # errors
 
 
+WRONG_NUMBER = """
+    import json, sys, torch
+    from pathlib import Path
+    from bentoml_compile.engines.aot import library
+    from tests.engines.aot.libraries import weights_of, word_inputs, words
+
+    kind = getattr(library, sys.argv[2])
+    opened = kind(Path(sys.argv[1]), device=torch.device("cpu"), weights=weights_of(words()))
+    ids, mask = word_inputs()
+    said = []
+    for inputs in ([ids], [ids, mask, mask], []):
+        try:
+            opened.run(inputs)
+        except ValueError as error:
+            said.append(str(error))
+    print(json.dumps([said, len(opened.run([ids, mask]))]))
+"""
+
+
 @both_kinds
-def test_another_number_of_inputs_is_refused_before_the_call(words_library: Path, model: Words, kind: Kind) -> None:
-    library = kind(words_library, device=CPU, weights=weights_of(model))
-    with pytest.raises(ValueError, match="takes 2 tensors, not 1"):
-        library.run(word_inputs()[:1])
-    assert_as_eager(library.run(word_inputs()), model)
-    library.close()
+def test_another_number_of_inputs_is_refused_before_the_call(words_library: Path, kind: Kind) -> None:
+    child = in_child(WRONG_NUMBER, words_library, kind.__name__)
+    assert child.code == 0, child.errors
+    assert child.said == [[f"the compiled library takes 2 tensors, not {number}" for number in (1, 3, 0)], 3]
 
 
 @both_kinds
@@ -270,7 +289,7 @@ EIGHT_CALLERS = """
     def call(number):
         for turn in range(200):
             try:
-                good = (turn + number) % 3
+                good = turn < 150 and (turn + number) % 3  # at the end all fail: nobody wakes who was forgotten
                 [got, _, _] = library.run([ids if good else ids + WORDS, mask])
                 outcome = "right" if good and torch.allclose(got, expected, atol=1e-5) else "wrong"
             except LibraryError:
@@ -292,40 +311,47 @@ EIGHT_CALLERS = """
 def test_eight_callers_of_whom_some_fail_do_not_wait_for_each_other_for_ever(
     words_library: Path, num_models: int
 ) -> None:
-    child = in_child(EIGHT_CALLERS, words_library, num_models)
+    child = in_child(EIGHT_CALLERS, words_library, num_models, deadline=300)
     assert child.code == 0, child.errors
     assert child.said["wrong"] == 0
     assert child.said["right"] + child.said["failed"] == 8 * 200
-    assert child.said["failed"] > 8 * 50
+    assert child.said["failed"] >= 8 * 50
 
 
 def test_other_threads_go_on_while_a_call_runs(long_library: Path) -> None:
     inputs = (torch.ones(libraries.LONG, libraries.LONG),)
+    off_the_lock = Library(long_library, device=CPU, weights={})
+    on_the_lock = BoundLibrary(long_library, device=CPU, weights={})
     steps, stop = [0], threading.Event()
 
     def count() -> None:
         while not stop.is_set():
             steps[0] += 1
 
-    def steps_during(run: Callable[..., object]) -> int:
-        run(inputs)
-        before = steps[0]
-        run(inputs)
-        return steps[0] - before
+    def steps_during(work: Callable[[], object]) -> float:
+        found = []
+        for _ in range(3):
+            before = steps[0]
+            work()
+            found.append(steps[0] - before)
+        return statistics.median(found)
 
-    off_the_lock = Library(long_library, device=CPU, weights={})
-    on_the_lock = BoundLibrary(long_library, device=CPU, weights={})
+    started = time.perf_counter()
+    off_the_lock.run(inputs)
+    seconds = time.perf_counter() - started
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        off, on = steps_during(off_the_lock.run), steps_during(on_the_lock.run)
+        undisturbed = steps_during(lambda: time.sleep(seconds))
+        off = steps_during(lambda: off_the_lock.run(inputs))
+        on = steps_during(lambda: on_the_lock.run(inputs))
     finally:
         stop.set()
         thread.join()
     off_the_lock.close()
     on_the_lock.close()
-    assert off > 1000
-    assert off > 10 * on
+    assert off > undisturbed / 10
+    assert on < undisturbed / 10  # or the test shows nothing
 
 
 # memory

@@ -1,0 +1,94 @@
+"""A compiled library behind torch's own Python binding: for what `Library` cannot do.
+
+The binding runs every operator, but holds the interpreter lock for the whole run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bentoml_compile.engines.aot import capi
+from bentoml_compile.engines.aot.capi import LibraryError, MissingSymbol
+from bentoml_compile.engines.aot.slots import Slots
+from bentoml_compile.engines.aot.weights import Layout, in_place
+
+
+class BoundLibrary:
+    """The same as Library, with its arguments, attributes and errors, at the cost of the interpreter lock.
+
+    Calls run one at a time whatever `num_models` says. Weights that it was given stay in memory after `close`: the
+    binding has no way to give them back (torch 2.13.0).
+    """
+
+    names: tuple[str, ...]
+    inputs: int
+    outputs: int
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        device: torch.device,
+        weights: Mapping[str, torch.Tensor],
+        expected: Mapping[str, Layout] | None = None,
+        num_models: int | None = None,
+        cubin_dir: Path | None = None,
+    ) -> None:
+        device = capi.with_index(device)
+        interface = _interface(capi.load(path), device, cubin_dir)
+        tensors = in_place(interface.constants, weights, expected, device)
+        self.names = tuple(constant.original for constant in interface.constants)
+        self.inputs, self.outputs = interface.inputs, interface.outputs
+        given = {constant.name.decode(): tensor for constant, tensor in zip(interface.constants, tensors, strict=True)}
+        try:
+            runner = _runner(path, device, cubin_dir)
+            runner.update_constant_buffer(given, False, True, True)
+        except RuntimeError as error:
+            raise _in_short(error) from error
+        self._slots: Slots[Callable[..., Any]] = Slots([runner.run], name=path.name)
+        self._device = device
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """As Library.run."""
+        if len(tensors) != self.inputs:
+            raise ValueError(f"the compiled library takes {self.inputs} tensors, not {len(tensors)}")
+        run = self._slots.take()
+        try:
+            outputs: list[torch.Tensor | None] = run(list(tensors))  # on CUDA the binding takes the current stream
+            return outputs
+        except RuntimeError as error:
+            raise _in_short(error) from error
+        finally:
+            self._slots.give_back(run)
+
+    def close(self) -> None:
+        """Waits for the call under way."""
+        self._slots.drain()
+
+
+def _runner(path: Path, device: torch.device, cubin_dir: Path | None) -> Any:
+    """torch's binding of one library. Private, checked with torch 2.13.0; MissingSymbol if it is not there."""
+    name = f"AOTIModelContainerRunner{device.type.capitalize()}"
+    runner = getattr(getattr(torch._C, "_aoti", None), name, None)
+    if runner is None:
+        raise MissingSymbol(f"torch {torch.__version__} has no torch._C._aoti.{name}")
+    return runner(str(path), 1) if device.type == "cpu" else runner(str(path), 1, str(device), str(cubin_dir or ""))
+
+
+def _interface(library: ctypes.CDLL, device: torch.device, cubin_dir: Path | None) -> capi.Interface:
+    """By a container of our own: the binding does not tell how many inputs there are."""
+    container = capi.create(library, device, 1, cubin_dir)
+    try:
+        return capi.interface_of(library, container)
+    finally:
+        library.AOTInductorModelContainerDelete(container)
+
+
+def _in_short(error: RuntimeError) -> LibraryError:
+    """The first line of the binding's message; the rest is a C++ trace, which `__cause__` keeps."""
+    return LibraryError(str(error).strip().partition("\n")[0])
