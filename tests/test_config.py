@@ -60,7 +60,7 @@ def test_short_forms_mean_what_they_stand_for(key: str, given: object, meant: ob
         ({"mode": "fast"}, "torch_compile.mode", "'fast'", "default, reduce-overhead, max-autotune"),
         ({"fullgraph": 1}, "torch_compile.fullgraph", "1", "require (true), prefer, allow_breaks (false)"),
         ({"dynamic": {"ids": {"0": [1, 8]}}}, "torch_compile.dynamic", "{'ids': {'0': [1, 8]}}", "null, true, false"),
-        ({"engine": "aot"}, "torch_compile.engine", "'aot'", "auto, jit"),
+        ({"engine": "aoti"}, "torch_compile.engine", "'aoti'", "auto, jit, aot"),
         ({"backend": ""}, "torch_compile.backend", "''", "the name of a torch.compile backend"),
         ({"options": {1: 2}}, "torch_compile.options.1", "1", "a mapping of option names"),
         ({"on_unprepared": "compile"}, "torch_compile.on_unprepared", "'compile'", "eager, reject"),

@@ -6,10 +6,12 @@ import gc
 import json
 import logging
 import os
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,26 @@ def test_other_strides_of_a_prepared_shape_are_put_right(make: Make) -> None:
     assert [(call.executable.engine, call.fallback) for call in recorder.calls] == [("jit", None)] * 2
 
 
+def test_inference_tensors_run_compiled_code_too(make: Make) -> None:
+    recorder, model = Recorder(), classifier()
+    compiled = make(model, [{"ids": ids(2, 5), "mask": torch.ones(2, 5)}], recorder=recorder)
+    with torch.inference_mode():
+        given = {"ids": ids(2, 5), "mask": torch.ones(2, 5)}
+        assert given["ids"].is_inference()
+        torch.testing.assert_close(compiled(**given), model(**given))
+        torch.testing.assert_close(compiled(ids(2, 5), torch.ones(2, 5)), model(**given))
+    assert [(call.executable.engine, call.fallback) for call in recorder.calls] == [("jit", None)] * 2
+
+
+def test_examples_that_are_inference_tensors_prepare_the_same_shape(make: Make) -> None:
+    recorder = Recorder()
+    with torch.inference_mode():
+        compiled = make(example_inputs=[{"ids": ids(2, 5)}], recorder=recorder)
+        compiled(ids=ids(2, 5))
+    compiled(ids=ids(2, 5))
+    assert [(call.executable.engine, call.fallback) for call in recorder.calls] == [("jit", None)] * 2
+
+
 def test_a_model_that_writes_into_its_inputs_is_given_the_callers_own(make: Make) -> None:
     class Writer(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -253,6 +275,45 @@ def test_hooks_methods_and_nested_outputs_are_the_models_own(make: Make) -> None
     torch.testing.assert_close((got[0], got[1]["b"][0]), (want[0], want[1]["b"][0]))
 
 
+def test_a_dataclass_is_compared_field_by_field(make: Make) -> None:
+    @dataclass
+    class Output:
+        logits: torch.Tensor
+        extra: Any = None
+
+    class Model(Classifier):
+        def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
+            return Output(super().forward(ids)["logits"])
+
+    model = Model().eval()
+    compiled = make(model)
+    assert compiled.report.engine == "jit"
+    torch.testing.assert_close(compiled(ids=ids()).logits, model(ids()).logits)
+
+
+def test_a_model_that_draws_random_numbers_is_served_eagerly_and_told_why(make: Make) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train()
+    report = make(model, [(torch.ones(2, 4),)]).report
+    assert report.engine == "eager"
+    assert "random numbers" in report.shapes[0].reason
+
+
+def test_what_would_change_the_model_behind_the_compiled_code_is_refused(make: Make) -> None:
+    compiled = make()
+    for name in ("to", "half", "train"):
+        with pytest.raises(AttributeError, match="on the model before"):
+            getattr(compiled, name)
+    assert len(list(compiled.parameters())) == 3
+
+
+def test_unprepared_shapes_are_said_once_each_and_not_without_end(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    compiled = make()
+    for size in [*range(10, 80), 10]:
+        compiled(ids=ids(size, 3))
+    said = [record.getMessage() for record in caplog.records if "not prepared" in record.getMessage()]
+    assert len(said) == len(set(said)) == 50
+
+
 def test_attributes_are_read_through_and_setting_one_is_refused_with_a_hint(make: Make) -> None:
     compiled = make()
     assert compiled.scale == 2.0
@@ -296,7 +357,8 @@ def test_the_second_boot_loads_what_the_first_compiled(make: Make) -> None:
     warm = make(recorder=second).report
     assert (cold.outcome, warm.outcome) == ("compiled", "loaded")
     assert first.stage_names() == ["lookup", "compile", "verify", "store", "startup"]
-    assert second.stage_names() == ["lookup", "load", "startup"]
+    # only Inductor's cache would tell that this boot traced another graph, so another backend is verified again
+    assert second.stage_names() == ["lookup", "load", "verify", "startup"]
     assert warm.fingerprint == cold.fingerprint
     assert [row.max_error for row in warm.shapes] == [row.max_error for row in cold.shapes] == [0.0, 0.0]
 
@@ -309,6 +371,38 @@ def test_new_values_of_weights_load_and_a_changed_attribute_does_not(make: Make)
     report = make(model).report
     assert report.outcome == "compiled"
     assert any("scale" in rejection.reason for rejection in report.rejected)
+
+
+def test_a_boot_may_ask_for_what_the_stored_one_did_not(make: Make) -> None:
+    assert make().report.shapes[0].speedup is None
+    asked = make(keep_eager_if_slower=True).report
+    assert (asked.outcome, asked.engine) == ("loaded", "eager")
+    assert asked.shapes[0].speedup is not None
+    again = Recorder()
+    assert make(keep_eager_if_slower=True, recorder=again).report.shapes == asked.shapes
+    assert "measure" not in again.stage_names()
+    assert make(keep_eager_if_slower=False).report.engine == "jit"
+
+
+def test_without_a_store_nothing_is_left_on_the_disk_and_nothing_foreseeable_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    caches: list[str] = []
+    torch._dynamo.register_backend(
+        lambda graph, inputs: (caches.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]), graph.forward)[1], name="noting"
+    )
+    compile_model(classifier(), example_inputs=BOTH, config={**FAST, "backend": "noting"}, name="nowhere").close()
+    assert {Path(cache).parent for cache in caches} == {tmp_path}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_with_a_space_in_its_path_is_not_used_and_says_so(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = make(artifacts={"store": str(tmp_path / "with space")}).report
+    assert (report.outcome, report.engine) == ("compiled", "jit")
+    assert any("has a space" in record.getMessage() for record in caplog.records)
 
 
 def test_refresh_compiles_again_and_write_false_keeps_nothing(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from bentoml_compile.errors import ConfigError
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 FullGraph = Literal["require", "prefer", "allow_breaks"]
-Engine = Literal["auto", "jit"]
+Engine = Literal["auto", "jit", "aot"]
 OnUnprepared = Literal["eager", "reject"]
 
 SECTION = "torch_compile"  # the key under a BentoML service's config, and the start of every dotted path in a message
@@ -58,13 +59,22 @@ def _verify_branch(value: Any) -> str | None:
     return "on" if isinstance(value, dict | VerifyConfig) else None
 
 
+def _number(value: Any) -> Any:
+    # YAML 1.1, which BentoML reads, takes 1e-3 for text
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+
+
 def _path(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     expanded = os.path.expandvars(os.path.expanduser(value))
-    if not expanded or "$" in expanded:
-        raise ValueError("empty, or an environment variable that is not set")
+    if not expanded or "$" in expanded or "\0" in expanded or expanded.startswith("~") or len(expanded) > _MAX_PATH:
+        raise ValueError("empty, too long, or a user or an environment variable that is not known")
     return Path(expanded)
+
+
+_MAX_PATH = 3000  # Linux allows 4096 bytes, and an artifact's files lie below
+Number = Annotated[float, BeforeValidator(_number)]
 
 
 class _Section(BaseModel):
@@ -74,8 +84,12 @@ class _Section(BaseModel):
 class VerifyConfig(_Section):
     """How far a compiled model's results may be from the eager model's."""
 
-    rtol: float | None = _key(None, "a number of at least 0, null", "relative tolerance; null: by the dtype", ge=0)
-    atol: float | None = _key(None, "a number of at least 0, null", "absolute tolerance; null: by the dtype", ge=0)
+    rtol: Annotated[float | None, BeforeValidator(_number)] = _key(
+        None, "a number of at least 0, null", "relative tolerance; null: by the dtype", ge=0
+    )
+    atol: Annotated[float | None, BeforeValidator(_number)] = _key(
+        None, "a number of at least 0, null", "absolute tolerance; null: by the dtype", ge=0
+    )
     strict: bool = _key(False, "true, false", "a mismatch stops the boot instead of serving eagerly")
     on_load: bool = _key(False, "true, false", "verify a model that was loaded from an artifact, too")
 
@@ -115,7 +129,7 @@ class CompileConfig(_Section):
         {}, "a mapping of option names (text) to values", "the backend's options; for inductor they override the mode's"
     )
     on_unprepared: OnUnprepared = _key("eager", _words(OnUnprepared), "what answers an input of a shape not prepared")
-    time_limit: float = _key(1800.0, "a number above 0", "seconds for compiling at start-up, then eager", gt=0)
+    time_limit: Number = _key(1800.0, "a number above 0", "seconds for compiling at start-up, then eager", gt=0)
     keep_eager_if_slower: bool = _key(True, "true, false", "serve a shape eagerly where compiled is slower")
     verify: Annotated[
         Annotated[VerifyConfig, Tag("on")] | Annotated[Literal[False], Tag("off")],

@@ -86,6 +86,11 @@ class Call:
     batch_size: int | None = None
     device_seconds: float | None = None
 
+    @property
+    def engine(self) -> str:
+        """What really answered: eager where it stepped in for compiled code."""
+        return "eager" if self.fallback is not None else self.executable.engine
+
 
 class Listener:
     """Every method does nothing here; override what you need. An exception raised in one is logged and dropped."""
@@ -150,6 +155,7 @@ class Timeline:
 
     def __init__(self, listeners: Listeners) -> None:
         self.listeners = listeners
+        self.ended: dict[str, float] = {}  # seconds by name, phases left out
         self._open: list[Stage] = []
 
     @property
@@ -191,4 +197,6 @@ class Timeline:
 
     def _end(self, stage: Stage, ended_ns: int) -> None:
         stage.ended_ns = ended_ns
+        if not stage.name.startswith("phase."):
+            self.ended[stage.name] = self.ended.get(stage.name, 0.0) + (ended_ns - stage.started_ns) / 1e9
         self.listeners.tell("stage_ended", stage)

@@ -78,7 +78,7 @@ def compile_model(
         VerificationError: `verify.strict` and the compiled result differs.
     """
     config = parse_config(config, where=f"compile_model(name={name!r})")
-    examples = read_example_inputs(example_inputs, model=name)
+    examples = [example.clone() for example in read_example_inputs(example_inputs, model=name)]
     _check_model(model, method, name)
     names = parameter_names(getattr(model, method))
     shapes = [PreparedShape(name, describe(e, names), signature_of(names, e.args, e.kwargs), e) for e in examples]
@@ -130,12 +130,13 @@ def _say_ready(report: CompileReport) -> None:
         for shape in report.shapes
     )
     logger.info(
-        "model %r: %s in %.1f s%s; %s",
+        "model %r: %s in %.1f s%s; %s%s",
         report.model,
         report.outcome,
         report.seconds,
         f" ({phases})" if phases else "",
         engines,
+        f" ({report.fallback})" if report.fallback else "",
     )
 
 
@@ -182,6 +183,12 @@ class _Serving:
     def almost(self, signature: Signature | None) -> PreparedShape | None:
         """The prepared shape that differs in nothing but what a copy of the tensors puts right."""
         return self.relaxed.get(relaxed(signature)) if signature is not None else None
+
+
+_SAID_AT_MOST = 50
+_WOULD_CHANGE_THE_MODEL = frozenset(
+    ("to", "cpu", "cuda", "xpu", "to_empty", "half", "float", "double", "bfloat16", "type", "train", "compile")
+)
 
 
 class CompiledModel:
@@ -275,8 +282,12 @@ class CompiledModel:
     def _check_unprepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         action = "reject" if self._rejects else "eager"
         self._listeners.tell("unprepared", self.report.model, action)
-        if self._rejects:
-            given = describe(ExampleInput(args, kwargs), self._names)
+        if not self._rejects and len(self._said) >= _SAID_AT_MOST:
+            return
+        given = describe(ExampleInput(args, kwargs), self._names)
+        if not self._rejects:
+            self._say_once(f"not prepared, answered eagerly: {given}")
+        else:
             prepared = "\n".join(f"  {shape.signature}" for shape in self.report.shapes)
             raise UnpreparedInputError(
                 f"model {self.report.model!r}: this input was not prepared: {given}\nprepared are:\n{prepared}"
@@ -286,17 +297,19 @@ class CompiledModel:
         """Why a prepared shape is answered eagerly this time; said once per reason in the log."""
         reason = "guard" if isinstance(failure, dynamo.GuardMiss) else "call_failed"
         said = f"{reason}: {failure if reason == 'guard' else type(failure).__name__}"
-        if said not in self._said and len(self._said) < 100:
-            self._said.add(said)
-            logger.warning(
-                "model %r: a prepared shape was answered eagerly (%s); was the model, autocast or a torch setting "
-                "changed after start-up?",
-                self.report.model,
-                said,
-                exc_info=None if reason == "guard" else failure,
-            )
+        self._say_once(
+            f"a prepared shape was answered eagerly ({said}); was the model, autocast or a torch setting changed after "
+            "start-up?",
+            None if reason == "guard" else failure,
+        )
         self._listeners.tell("fallback", self.report.model, reason)
         return reason
+
+    def _say_once(self, message: str, error: BaseException | None = None) -> None:
+        """Once in a process, and only so many different things: a client's inputs must not fill the log."""
+        if message not in self._said and len(self._said) < _SAID_AT_MOST:
+            self._said.add(message)
+            logger.warning("model %r: %s", self.report.model, message, exc_info=error)
 
     def _tell(
         self,
@@ -328,6 +341,8 @@ class CompiledModel:
         # only for what this class does not have
         if name.startswith("__") or "_model" not in self.__dict__:
             raise AttributeError(name)
+        if name in _WOULD_CHANGE_THE_MODEL:
+            raise AttributeError(f"a compiled model is fixed at start-up: call {name}() on the model before that")
         return getattr(self.__dict__["_model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

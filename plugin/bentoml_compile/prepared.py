@@ -26,6 +26,7 @@ class PreparedShape:
     engine: Engine = "eager"
     run: Callable[..., Any] | None = None
     bounds: tuple[Bound, ...] | None = None  # None: not looked for yet
+    computes_indices: bool = False
     writes_inputs: bool = False  # then a call's tensors must not be replaced by copies with other strides
     speedup: float | None = None
     max_error: float | None = None
@@ -42,7 +43,7 @@ class PreparedShape:
         """Back to what it was before anything was found out about it."""
         self.serve_eagerly("")
         self.speedup = self.max_error = self.bounds = None
-        self.writes_inputs = False
+        self.computes_indices = self.writes_inputs = False
 
     def report(self) -> ShapeReport:
         return ShapeReport(self.label, self.engine, self.speedup, self.max_error, self.reason)
@@ -50,11 +51,12 @@ class PreparedShape:
     def decisions(self) -> dict[str, Any]:
         """What an artifact keeps, so that a warm boot neither verifies nor measures; plain JSON types."""
         bounds = [{**dataclasses.asdict(bound), "path": list(bound.path)} for bound in self.bounds or ()]
-        return {**dataclasses.asdict(self.report()), "bounds": bounds, "writes_inputs": self.writes_inputs}
+        found = {"bounds": bounds, "computes_indices": self.computes_indices, "writes_inputs": self.writes_inputs}
+        return {**dataclasses.asdict(self.report()), **found}
 
     def decide_as(self, decisions: Mapping[str, Any]) -> None:
         """The inverse of `decisions`; whoever loads the code sets `run`."""
         self.engine, self.reason = decisions["engine"], decisions["reason"]
         self.speedup, self.max_error = decisions["speedup"], decisions["max_error"]
         self.bounds = tuple(Bound(**bound) for bound in decisions["bounds"])
-        self.writes_inputs = decisions["writes_inputs"]
+        self.computes_indices, self.writes_inputs = decisions["computes_indices"], decisions["writes_inputs"]

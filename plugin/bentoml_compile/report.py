@@ -66,6 +66,7 @@ class CompileReport:
     graph_breaks: tuple[GraphBreak, ...] = ()
     rejected: tuple[Rejection, ...] = ()
     fallback: str = ""  # why the model as a whole is served eagerly, if it is
+    engine_reason: str = ""  # why torch.compile serves where the ahead-of-time engine was asked first
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of plain JSON types."""

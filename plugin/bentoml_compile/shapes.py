@@ -1,8 +1,9 @@
 """Input signatures: what makes two calls the same to a compiled model.
 
 A prepared shape is the signature of one example input. A signature covers everything that compiled code depends on:
-argument names and structure, and for each tensor its class, dtype, sizes, strides, device and requires_grad; for
-anything else its type and value. It is built on every call, so this is plain code on tuples.
+argument names and structure, and for each tensor its class, dtype, sizes, strides, device, requires_grad and whether
+it is an inference tensor; for anything else its type and value. It is built on every call, so this is plain code on
+tuples.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from bentoml_compile.errors import ConfigError
 
@@ -93,7 +95,7 @@ def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
 
 
 def relaxed(signature: Signature) -> Signature:
-    """The signature without what `fitted` can put right: strides, requires_grad and Parameter instead of Tensor."""
+    """The signature without what `fitted` can put right: strides, requires_grad, inference tensors and Parameters."""
     return frozenset((name, _relaxed(leaf)) for name, leaf in signature)
 
 
@@ -109,9 +111,9 @@ def _relaxed(leaf: Any) -> Hashable:
 def fitted(
     example: ExampleInput, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same values with the example's strides; a copy only of tensors that need it.
+    """The same values as ordinary tensors with the example's strides; a copy only where the strides need it.
 
-    Both must have one relaxed signature.
+    Both must have one relaxed signature, and the example no inference tensors.
     """
     wanted = _by_name(example.args, example.kwargs, names)
     return (
@@ -123,6 +125,9 @@ def fitted(
 def _fit(value: Any, wanted: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.detach()
+        if value.is_inference():
+            with torch.inference_mode(False):
+                value = from_dlpack(value)  # the same memory as an ordinary tensor
         if value.stride() == wanted.stride():
             return value
         return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
@@ -149,7 +154,9 @@ def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise _NoSignature
-        return (type(value), value.dtype, value.shape, value.stride(), value.device, value.requires_grad)
+        # Dynamo's guards tell inference tensors from others, by their dispatch keys
+        state = (value.requires_grad, value.is_inference())
+        return (type(value), value.dtype, value.shape, value.stride(), value.device, state)
     kind = type(value)
     if kind in _CONSTANTS:
         return (kind, value)
@@ -204,7 +211,8 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def _clone(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        with torch.inference_mode(False):
+            return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _clone(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +22,7 @@ from bentoml_compile.artifacts.hashing import hash_sources
 from bentoml_compile.artifacts.store import Artifact, Draft, Refusal, Store
 from bentoml_compile.config import CompileConfig, VerifyConfig
 from bentoml_compile.engines import dynamo, jit
+from bentoml_compile.engines.aot import build as aot
 from bentoml_compile.engines.build import Record
 from bentoml_compile.engines.eager import unchanged
 from bentoml_compile.engines.failures import Failure, classify
@@ -52,6 +55,8 @@ class Startup:
     _store: Store | None = None
     _draft: Draft | None = None
     _compiled_now: bool = False
+    _engine: Literal["jit", "aot"] = "jit"
+    _engine_reason: str = ""
     _whole: bool = True
     _record: Record = field(default_factory=Record)
     _rejected: list[Rejection] = field(default_factory=list)
@@ -60,23 +65,33 @@ class Startup:
     def run(self) -> None:
         """The story of a boot."""
         if not self.config.enabled:
-            self._serve_all_eagerly("compiling is switched off (enabled: false or TORCH_COMPILE_DISABLE)")
+            self._serve_all_eagerly("compiling is switched off (enabled: false, or TORCH_COMPILE_DISABLE=1)")
             return
         with unchanged(self.model):
             found = self._lookup()
-            try:
-                with time_limit(self.config.time_limit):
-                    if found is None or not self._load(found):
-                        self._compile()
-            except TimeLimitReached:
-                self._time_is_up()
-            except (ConfigError, GraphBreakError):
-                raise
-            except Exception as error:
-                self._fall_back(classify(error), error)
+            with self._ending_in_eager():
+                if found is None or not self._load(found):
+                    self._compile()
             self._verify()
+            if self._exported_wrongly():
+                with self._ending_in_eager():
+                    self._compile_by_jit()
+                self._verify()
             self._measure()
             self._keep()
+
+    @contextlib.contextmanager
+    def _ending_in_eager(self) -> Iterator[None]:
+        """What fails inside, or takes too long, ends in eager serving, but for what the config asked to stop."""
+        try:
+            with time_limit(self.config.time_limit):
+                yield
+        except TimeLimitReached:
+            self._time_is_up()
+        except (ConfigError, GraphBreakError):
+            raise
+        except Exception as error:
+            self._fall_back(classify(error), error)
 
     # lookup
 
@@ -120,13 +135,12 @@ class Startup:
             try:
                 artifact.hold()
                 kept_eager = self._decide_as(artifact.decisions)
-                misses = dynamo.cache_misses()
+                if not self.config.keep_eager_if_slower:
+                    kept_eager = {}
                 if len(kept_eager) < len(self.shapes):
-                    # all of them: which shapes were traced before decides what Dynamo makes dynamic
-                    self._build(artifact.cache, fullgraph=self._whole)
+                    self._load_by_engine(artifact)
                     for shape, reason in kept_eager.items():
                         shape.serve_eagerly(reason)
-                self._compiled_now = dynamo.cache_misses() > misses
             except Exception as error:
                 reason = f"could not be loaded: {classify(error)}"
                 logger.warning("model %r: artifact %s %s", self.name, artifact.path.name, reason)
@@ -140,9 +154,19 @@ class Startup:
             logger.warning("model %r: the artifact lacked some compiled code, which was compiled again", self.name)
         return True
 
+    def _load_by_engine(self, artifact: Artifact) -> None:
+        """All shapes: which of them were traced before decides what Dynamo makes dynamic."""
+        if artifact.engine == "aot":
+            self._engine = "aot"
+            aot.load(self.model, self.method, self.shapes, directory=artifact.cache)
+            return
+        misses = dynamo.cache_misses()
+        self._build(artifact.cache, fullgraph=self._whole)
+        self._compiled_now = dynamo.cache_misses() > misses
+
     def _decide_as(self, decisions: dict[str, Any]) -> dict[PreparedShape, str]:
         """Takes over what an earlier boot found out; the shapes that it served eagerly, and why."""
-        self._whole = decisions["whole"]
+        self._whole, self._engine_reason = decisions["whole"], decisions["engine_reason"]
         self._record.breaks = tuple(GraphBreak(**item) for item in decisions["graph_breaks"])
         for shape in self.shapes:
             shape.decide_as(decisions["shapes"][shape.label])
@@ -154,21 +178,105 @@ class Startup:
             shape.forget()
 
     def _compile(self) -> None:
-        with self.timeline.stage("compile"):
-            self._compiled_now = True
-            jit.check_backend(self.config, where=f"model {self.name!r}")
-            self._open_draft()
-            cache = self._draft.cache if self._draft else None
-            if self.config.fullgraph == "allow_breaks":
-                self._build(cache, fullgraph=False)
-                return
-            try:
-                self._build(cache, fullgraph=True)
-            except jit.GraphBroken as error:
-                self._graph_is_broken(error)
-                self._build(cache, fullgraph=False)
+        jit.check_backend(self.config, where=f"model {self.name!r}")
+        self._say_compiling()
+        if not self._wants_export() or not self._compile_ahead():
+            self._compile_by_jit()
 
-    def _build(self, cache: Path | None, *, fullgraph: bool) -> None:
+    def _say_compiling(self) -> None:
+        why = "; ".join(f"{item.artifact}: {item.reason}" for item in self._rejected[:2]) or "none is stored"
+        logger.info(
+            "model %r: compiling %d shapes, within %g s (no artifact fits: %s)",
+            self.name,
+            len(self.shapes),
+            self.config.time_limit,
+            why,
+        )
+
+    def _wants_export(self) -> bool:
+        if self.config.engine != "aot":
+            return False
+        if self.config.fullgraph == "allow_breaks" or self.config.backend != "inductor":
+            raise ConfigError(
+                f"model {self.name!r}: torch_compile.engine='aot' makes one graph by Inductor, which fullgraph="
+                f"{self.config.fullgraph!r} with backend={self.config.backend!r} do not ask for; set engine to 'jit'"
+            )
+        return True
+
+    def _compile_ahead(self) -> bool:
+        """Whether the model could be exported; if not, the report says why."""
+        with self.timeline.stage("compile", engine="aot") as stage:
+            self._open_draft()
+            try:
+                with self._directory_for_code() as directory:
+                    aot.build(
+                        self.model,
+                        self.method,
+                        self.config,
+                        self.names,
+                        self.shapes,
+                        directory=directory,
+                        record=self._record,
+                    )
+            except aot.NotExportable as reason:
+                if self.config.engine == "aot":
+                    raise ConfigError(
+                        f"model {self.name!r}: torch_compile.engine is 'aot', but the model cannot be exported: "
+                        f"{reason}. Set engine to 'auto' to have it compiled by torch.compile."
+                    ) from reason
+                self._give_up_export(str(reason))
+                stage.attributes["reason"] = self._engine_reason
+                return False
+            finally:
+                self._tell_phases(0)
+        self._engine, self._compiled_now = "aot", True
+        return True
+
+    @contextlib.contextmanager
+    def _directory_for_code(self) -> Iterator[Path]:
+        """The draft's; without one a private temporary directory, since code that is loaded needs its files no longer.
+
+        Never Inductor's own: that lies at a name that anybody can foresee, and what is in it would not be new.
+        """
+        if self._draft is not None:
+            yield self._draft.cache
+            return
+        with tempfile.TemporaryDirectory(prefix="torch_compile_", ignore_cleanup_errors=True) as directory:
+            yield Path(directory)
+
+    def _give_up_export(self, reason: str) -> None:
+        logger.info("model %r: compiled by torch.compile, not ahead of time: %s", self.name, reason)
+        if self._draft is not None:
+            self._draft.discard()
+            self._draft = None
+        self._forget()
+        self._engine, self._engine_reason = "jit", reason
+
+    def _exported_wrongly(self) -> bool:
+        """Under auto, code made ahead of time that does not verify is replaced by torch.compile's."""
+        if self._engine != "aot" or self.config.engine != "auto":
+            return False
+        wrong = next((shape for shape in self.shapes if shape.reason.startswith("verification")), None)
+        if wrong is None:
+            return False
+        self._give_up_export(f"{wrong.label}: {wrong.reason}")
+        return True
+
+    def _compile_by_jit(self) -> None:
+        with self.timeline.stage("compile", engine="jit"):
+            self._engine, self._compiled_now = "jit", True
+            self._open_draft()
+            with self._directory_for_code() as cache:
+                if self.config.fullgraph == "allow_breaks":
+                    self._build(cache, fullgraph=False)
+                    return
+                try:
+                    self._build(cache, fullgraph=True)
+                except jit.GraphBroken as error:
+                    self._graph_is_broken(error)
+                    self._build(cache, fullgraph=False)
+
+    def _build(self, cache: Path, *, fullgraph: bool) -> None:
         told = len(self._record.phases)
         try:
             jit.build(
@@ -223,6 +331,11 @@ class Startup:
         if self._store is None or self._fingerprint is None or not self.config.artifacts.write:
             return
         try:
+            if any(character.isspace() for character in str(self._store.root)):
+                raise ValueError(
+                    f"the store's path {str(self._store.root)!r} has a space, with which Inductor's compiler commands "
+                    "do not work; set torch_compile.artifacts.store or BENTOML_HOME to one without"
+                )
             self._draft = self._store.draft(self.name, self._fingerprint)
         except Exception as error:
             self._keep_going(Failure("store_failed", f"nothing will be kept for the next boot: {error}"), error)
@@ -243,7 +356,9 @@ class Startup:
 
     def _verify(self) -> None:
         loaded = self.artifact is not None and not self._compiled_now
-        if self.config.verify is False or not self._compiled_shapes() or (loaded and not self.config.verify.on_load):
+        # without Inductor's cache nothing would tell that a warm boot has traced another graph than the cold one
+        trusted = loaded and (self._engine == "aot" or self.config.backend == "inductor")
+        if self.config.verify is False or not self._compiled_shapes() or (trusted and not self.config.verify.on_load):
             return
         with self.timeline.stage("verify"):
             for shape in self._compiled_shapes():
@@ -261,6 +376,7 @@ class Startup:
         self._shape_falls_back(shape, failure)
 
     def _measure(self) -> None:
+        """Also of an artifact that was made without measuring."""
         to_measure = [shape for shape in self._compiled_shapes() if shape.speedup is None]
         if not self.config.keep_eager_if_slower or not to_measure:
             return
@@ -271,7 +387,7 @@ class Startup:
                     self._shape_falls_back(shape, failure)
                 elif shape.run is None:
                     logger.warning("model %r: %s is served eagerly: %s", self.name, shape.label, shape.reason)
-                    self.timeline.event("kept_eager", shape=shape.label, speedup=shape.speedup or 0.0)
+                    self._tell_fallback(Failure("slower", f"{shape.label}: {shape.reason}"))
 
     def _keep(self) -> None:
         """Completes the artifact, if this boot's result is one that the next may rely on."""
@@ -279,8 +395,9 @@ class Startup:
         try:
             if self._draft is not None and complete:
                 with self.timeline.stage("store"):
-                    self.artifact = self._draft.seal(self._decisions(), hash_sources(self._record.sources))
-            elif self.artifact is not None and complete and (self._compiled_now or self.artifact.grown()):
+                    sources = hash_sources(self._record.sources)
+                    self.artifact = self._draft.seal(self._decisions(), sources, self._engine)
+            elif self.artifact is not None and complete and self._artifact_is_behind(self.artifact):
                 with self.timeline.stage("store"):
                     self.artifact.reseal(self._decisions())
         except Exception as error:
@@ -290,9 +407,15 @@ class Startup:
                 with contextlib.suppress(OSError):
                     self._draft.discard()
 
+    def _artifact_is_behind(self, artifact: Artifact) -> bool:
+        measured = {shape.label: shape.speedup for shape in self.shapes}
+        known = {label: row["speedup"] for label, row in artifact.decisions["shapes"].items()}
+        return self._compiled_now or measured != known or artifact.grown()
+
     def _decisions(self) -> dict[str, Any]:
         return {
             "whole": self._whole,
+            "engine_reason": self._engine_reason,
             "graph_breaks": [dataclasses.asdict(item) for item in self._record.breaks],
             "shapes": {shape.label: shape.decisions() for shape in self.shapes},
         }
@@ -343,12 +466,18 @@ class Startup:
             fingerprint=self._fingerprint.id if self._fingerprint else "",
             mode=self.config.mode,
             fullgraph=self._whole and bool(compiled),
-            phases=seconds_by_phase(self._record.phases),
+            phases={**seconds_by_phase(self._record.phases), **self._seconds_of_steps()},
             shapes=tuple(shape.report() for shape in self.shapes),
             graph_breaks=self._record.breaks,
             rejected=tuple(self._rejected),
             fallback=self._failure,
+            engine_reason=self._engine_reason,
         )
+
+    def _seconds_of_steps(self) -> dict[str, float]:
+        """The steps beside the compiler's phases; a boot may spend most of its time in them."""
+        steps = self.timeline.ended
+        return {name: steps[name] for name in ("lookup", "verify", "measure", "store") if name in steps}
 
     def _compiled_shapes(self) -> list[PreparedShape]:
         return [shape for shape in self.shapes if shape.engine != "eager"]

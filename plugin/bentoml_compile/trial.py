@@ -32,11 +32,18 @@ class Trial:
             actual = call(run, shape.example.clone())
             comparison = compare(expected, actual, config=config, reference=lambda: self._exact(shape.example.clone()))
         except Exception as error:
-            return Failure("verification", f"could not be compared: {type(error).__name__}: {error}")
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            return Failure("verification", f"could not be compared: {type(error).__name__}: {first_line}")
         shape.max_error = comparison.max_error
-        if comparison.problem:
-            return Failure("verification", f"compiled differs from eager: {comparison.problem}")
-        return None
+        if not comparison.problem:
+            return None
+        again = compare(expected, call(eager_callable(self.model, self.method), shape.example.clone()), config=config)
+        if again.problem:
+            words = (
+                f"eager gives another result each time ({again.problem}); does it draw random numbers or keep state?"
+            )
+            return Failure("verification", words)
+        return Failure("verification", f"compiled differs from eager: {comparison.problem}")
 
     def measure(self, shape: PreparedShape) -> Failure | None:
         """Notes the speed-up on the shape, and serves it eagerly if compiled is slower; a failure if a run raises."""

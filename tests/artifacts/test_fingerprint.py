@@ -172,7 +172,6 @@ def test_a_class_attribute_that_changed_misses(monkeypatch: pytest.MonkeyPatch) 
         ({"backend": "aot_eager"}, "config.backend"),
         ({"options": {"max_autotune": True}}, "config.options"),
         ({"options": {"x": "1"}}, "config.options"),
-        ({"keep_eager_if_slower": False}, "config.keep_eager_if_slower"),
         ({"verify": {"rtol": 0.1}}, "config.verify"),
         ({"verify": False}, "config.verify"),
     ],

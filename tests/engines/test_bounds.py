@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bentoml_compile.engines.bounds import Bound, find_bounds, in_bounds
+from bentoml_compile.engines.bounds import Bound, find_indexing, in_bounds
 from bentoml_compile.shapes import ExampleInput
 
 TABLE = nn.Embedding(7, 3)
@@ -15,7 +15,7 @@ IDS = torch.zeros(2, 4, dtype=torch.long)
 
 
 def bounds_of(run: Any, *args: Any, **kwargs: Any) -> tuple[Bound, ...]:
-    return find_bounds(run, ExampleInput(args, kwargs), ("ids", "batch"))
+    return find_indexing(run, ExampleInput(args, kwargs), ("ids", "batch")).bounds
 
 
 def test_an_input_that_indexes_an_embedding_is_bounded_by_its_rows() -> None:
@@ -82,3 +82,31 @@ def test_both_ends_are_checked(value: int, fits: bool) -> None:
     ids = IDS.clone()
     ids[1, 2] = value
     assert in_bounds((Bound("ids", 0, (), 0, 6),), (ids,), {}) is fits
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda ids: TABLE(ids + 1),
+        lambda ids: TABLE(torch.cat([torch.zeros(2, 1, dtype=torch.long), ids], 1)),
+        lambda ids: TABLE(torch.where(ids > 0, ids, 0)),
+        lambda ids: TABLE(ids.sort()[0]),
+        lambda ids: TABLE((ids.float() * 2).long()),
+        lambda ids: torch.ones(2, 9).gather(1, torch.cumsum(ids, 1)),
+        lambda ids: F.cross_entropy(torch.ones(8, 5), ids.flatten() % 3),
+    ],
+)
+def test_an_index_that_is_computed_from_inputs_is_found(run: Any) -> None:
+    assert find_indexing(run, ExampleInput((IDS,), {}), ()).computed
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda ids: TABLE(ids),
+        lambda ids: TABLE(ids) + TABLE(torch.arange(4)),
+        lambda ids: (ids * 2.0).sum() + TABLE(torch.arange(4)).sum(),
+    ],
+)
+def test_an_index_that_depends_on_no_input_is_not_computed(run: Any) -> None:
+    assert not find_indexing(run, ExampleInput((IDS,), {}), ()).computed

@@ -41,3 +41,12 @@ def test_a_difference_that_chance_explains_does_not_decide() -> None:
     assert _by_chance(4, 5) > 0.05
     assert _by_chance(15, 30) > 0.05
     assert _by_chance(0, 10) == 1.0
+
+
+def test_load_that_spoils_some_compiled_runs_does_not_make_it_slower() -> None:
+    runs = iter(range(1000))
+
+    def disturbed() -> None:
+        work(1 if next(runs) % 3 == 0 else 30)
+
+    assert not measure(disturbed, lambda: work(10), CPU).slower

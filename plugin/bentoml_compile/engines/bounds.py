@@ -1,8 +1,10 @@
 """Range checks for integer inputs that index into a table.
 
-Eager PyTorch answers an out-of-range index on the CPU with an IndexError; compiled code ends the process, or reads
-memory that it should not. So the inputs that index something directly are found while eager runs once, and their
-values are checked before each compiled call. On CUDA a device assert is eager's behaviour too, and nothing is checked.
+Eager PyTorch answers an out-of-range index on the CPU with an IndexError; compiled code that runs in several threads
+ends the process. So what eager indexes with is watched once. Inputs that index something directly are checked before
+each compiled call. Where an index is computed from inputs, no such check is possible: that model's code is compiled
+without threads of its own (engines/jit.py), where an index out of range is an exception, which eager then answers.
+On CUDA a device assert is eager's behaviour too, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -45,15 +47,23 @@ def in_bounds(bounds: Sequence[Bound], args: tuple[Any, ...], kwargs: dict[str, 
     return True
 
 
-def find_bounds(run: Callable[..., Any], example: ExampleInput, names: tuple[str, ...]) -> tuple[Bound, ...]:
-    """Runs eager on the example and watches what its integer inputs index.
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """What an eager run indexed with: inputs directly (`bounds`), or what it `computed` from inputs."""
+
+    bounds: tuple[Bound, ...]
+    computed: bool
+
+
+def find_indexing(run: Callable[..., Any], example: ExampleInput, names: tuple[str, ...]) -> Indexing:
+    """Runs eager on the example and watches what it indexes with.
 
     An input counts as indexing directly also through views, casts and copies of it, but not through arithmetic.
     """
     inputs = {
         path: leaf
         for path, leaf in leaves((example.args, example.kwargs))
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dtype in _INTEGERS and leaf.numel()
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.numel()
     }
     # no_grad, not inference_mode: there, composite operators reach the tracker whole and hide what they index.
     # force_eager: a function that the model itself compiles, met under a tracker, is skipped by Dynamo for good.
@@ -64,7 +74,8 @@ def find_bounds(run: Callable[..., Any], example: ExampleInput, names: tuple[str
         _IndexTracker(inputs) as tracker,
     ):
         run(*example.args, **example.kwargs)
-    return tuple(_bound(path, low, high, names) for path, (low, high) in tracker.ranges.items())
+    bounds = tuple(_bound(path, low, high, names) for path, (low, high) in tracker.ranges.items())
+    return Indexing(bounds, tracker.computed)
 
 
 def _bound(path: Path, low: int, high: int, names: tuple[str, ...]) -> Bound:
@@ -78,14 +89,19 @@ class _IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: dict[Path, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ranges: dict[Path, tuple[int, int]] = {}
-        self._paths = {_storage(tensor): path for path, tensor in inputs.items()}
+        self.computed = False
+        self._paths = {_storage(tensor): path for path, tensor in inputs.items() if tensor.dtype in _INTEGERS}
         self._alive: list[torch.Tensor] = []  # a freed storage's address may be used again
+        self._derived = {_storage(tensor) for tensor in inputs.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", func)
         for index, low, high in _indexed(packet, args, kwargs or {}):
             self._note(index, low, high)
+        derived = any(_storage(tensor) in self._derived for tensor in _tensors((args, kwargs)))
         result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):  # also takes away what an address meant before it was freed
+            (self._derived.add if derived else self._derived.discard)(_storage(tensor))
         if packet in _COPIES and isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
             path = self._paths.get(_storage(args[0]))
             if path is not None and result.dtype in _INTEGERS:
@@ -94,12 +110,14 @@ class _IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, index: Any, low: int, high: int) -> None:
-        path = (
-            self._paths.get(_storage(index)) if isinstance(index, torch.Tensor) and index.dtype in _INTEGERS else None
-        )
+        if not isinstance(index, torch.Tensor) or index.dtype not in _INTEGERS:
+            return
+        path = self._paths.get(_storage(index))
         if path is not None:
             before = self.ranges.get(path, (low, high))
             self.ranges[path] = (max(low, before[0]), min(high, before[1]))
+        elif _storage(index) in self._derived:
+            self.computed = True
 
 
 def _indexed(packet: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, int, int]]:
@@ -112,9 +130,15 @@ def _indexed(packet: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, 
     if packet in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
         sizes = args[0].shape
         return [(index, -sizes[dim], sizes[dim] - 1) for dim, index in enumerate(args[1]) if index is not None]
+    if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+        return [(args[1], 0, args[0].shape[1 if args[0].dim() > 1 else 0] - 1)]
     if packet is aten.take:
         return [(args[1], -args[0].numel(), args[0].numel() - 1)]
     return []
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

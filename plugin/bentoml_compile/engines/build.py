@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bentoml_compile.engines.bounds import find_bounds
+from bentoml_compile.engines.bounds import find_indexing
 from bentoml_compile.engines.failures import Failure, classify, out_of_memory
 from bentoml_compile.engines.phases import Phase
 from bentoml_compile.engines.sources import watched_sources
@@ -37,14 +37,15 @@ def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, .
     inputs = shape.example.clone()
     try:
         with watched_sources() as sources:
-            shape.bounds = find_bounds(eager, inputs, names)
+            indexing = find_indexing(eager, inputs, names)
     except Exception as error:
         if out_of_memory(error):
             raise
         raise ConfigError(
-            f"model {shape.model!r}: the example input ({shape.label}) fails without compiling: "
-            f"{type(error).__name__}: {error}. Fix example_inputs."
+            f"model {shape.model!r}: the model itself, not compiled, raises for the example input ({shape.label}): "
+            f"{type(error).__name__}: {error}. Correct example_inputs or the model."
         ) from error
+    shape.bounds, shape.computes_indices = indexing.bounds, indexing.computed
     record.sources |= sources
     shape.writes_inputs = not inputs.equals(shape.example)
 

@@ -156,11 +156,12 @@ def cache_misses() -> int:
 
 
 @contextlib.contextmanager
-def inductor_cache(directory: Path | None) -> Iterator[None]:
+def inductor_cache(directory: Path | None, *, self_contained: bool = True) -> Iterator[None]:
     """Inductor keeps what it compiles inside in `directory`; None: where it does anyway.
 
     Its in-memory caches are dropped on both ends: code that an earlier model left there would not be written again,
-    and the directory would not be complete. That includes the small programs that find out the CPU's vector ISA.
+    and the directory would not be complete. If it is to be `self_contained`, that includes the small programs that
+    find out the CPU's vector ISA, which take seconds to compile.
     """
     if directory is None:
         yield
@@ -168,7 +169,8 @@ def inductor_cache(directory: Path | None) -> Iterator[None]:
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     _clear_inductor_memory()
-    _clear_isa_memory()
+    if self_contained:
+        _clear_isa_memory()
     try:
         yield
     finally:

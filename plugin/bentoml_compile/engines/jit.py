@@ -31,11 +31,15 @@ class GraphBroken(Exception):
 class JitProgram:
     """One model under `torch.compile`. Open it for compiling with `preparing()`; otherwise it never compiles."""
 
-    def __init__(self, model: torch.nn.Module, method: str, config: CompileConfig, *, fullgraph: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, method: str, config: CompileConfig, *, fullgraph: bool, threads: bool = True
+    ) -> None:
         self._eager = eager_callable(model, method)
         self._has_cuda_graphs = _uses_cuda_graphs(model, config)
         self._fullgraph = fullgraph
-        self._compiled = torch.compile(self._eager, fullgraph=fullgraph, dynamic=config.dynamic, **_backend(config))
+        self._compiled = torch.compile(
+            self._eager, fullgraph=fullgraph, dynamic=config.dynamic, **_backend(config, threads)
+        )
         self._gate = dynamo.install_gate(self._compiled)
         if self._gate is not None:
             self._gate.open = False
@@ -99,8 +103,11 @@ def build(
         GraphBroken, ConfigError
         Exception: a failure that every shape shares.
     """
-    program = JitProgram(model, method, config, fullgraph=fullgraph)
     eager = eager_callable(model, method)
+    for shape in shapes:
+        examine(shape, eager, names, record)
+    threads = not any(shape.computes_indices for shape in shapes)
+    program = JitProgram(model, method, config, fullgraph=fullgraph, threads=threads)
     try:
         with (
             dynamo.inductor_cache(cache),
@@ -110,10 +117,9 @@ def build(
         ):
             for shape in shapes:
                 try:
-                    examine(shape, eager, names, record)
                     program.prepare(shape.example)
                     shape.serve_by("jit", program)
-                except (GraphBroken, ConfigError):
+                except GraphBroken:
                     raise
                 except Exception as error:
                     on_failure(shape, shape_failure(error))
@@ -134,13 +140,18 @@ def _without_openssl() -> AbstractContextManager[Any]:
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-def _backend(config: CompileConfig) -> dict[str, Any]:
-    """`torch.compile` takes a mode or options, not both: for Inductor the options go on top of the mode's."""
+def _backend(config: CompileConfig, threads: bool = True) -> dict[str, Any]:
+    """`torch.compile` takes a mode or options, not both: for Inductor the options go on top of the mode's.
+
+    Without `threads`, Inductor's own CPU code has no OpenMP region: an index out of range in it is an exception then,
+    and not the process's end (torch 2.13). Matrix products and convolutions are libraries, and stay parallel.
+    """
     arguments: dict[str, Any] = {"backend": config.backend}
     if config.backend != "inductor":
         arguments["options"] = dict(config.options) or None
-    elif config.options:
-        arguments["options"] = {**torch._inductor.list_mode_options(config.mode), **config.options}
+    elif config.options or not threads:
+        forced = {} if threads else {"cpp.threads": 1}
+        arguments["options"] = {**torch._inductor.list_mode_options(config.mode), **config.options, **forced}
     else:
         arguments["mode"] = config.mode
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch 2.13; two models may share code
@@ -161,15 +172,17 @@ def check_backend(config: CompileConfig, *, where: str) -> None:
             f"{where}: torch_compile.backend={config.backend!r} is not a torch.compile backend{hint}; "
             f"known: {', '.join(sorted(backends))}"
         )
-    if config.backend != "inductor":
-        return
     known = torch._inductor.list_options()
-    for option in config.options:
+    for option in config.options if config.backend == "inductor" else ():
         if option.replace("-", "_") not in known:
             raise ConfigError(
                 f"{where}: torch_compile.options: {option!r} is not an Inductor option{nearest(option, known)}; "
                 "torch._inductor.list_options() lists them"
             )
+    try:
+        torch.compile(lambda: None, **_backend(config))  # compiles nothing, but reads the options
+    except RuntimeError as error:
+        raise ConfigError(f"{where}: torch_compile.options={dict(config.options)!r}: {error}") from None
 
 
 def find_graph_breaks(model: torch.nn.Module, method: str, examples: list[ExampleInput]) -> tuple[GraphBreak, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ _PHASES = {
     "backend_compile": "backend",
     "create_aot_dispatcher_function": "aot_autograd",
     "AOTAutogradCache.inductor_load": "cache_load",
+    "compile_fx_aot": "inductor",
+    "AotCodeCompiler.compile": "cpp_compile",
     "compile_fx.<locals>.fw_compiler_base": "inductor",
     "inductor_compile": "inductor",
     "code_gen": "codegen",
@@ -53,7 +56,7 @@ def recorded_phases() -> Iterator[list[Phase]]:
         yield phases
         return
     thread = threading.get_ident()
-    events: list[tuple[int, int, str]] = []
+    events = _events.of_thread = []
 
     def log_event_end(
         self: Any, event_name: str, time_ns: int, metadata: Any, start_time_ns: int, *args: Any, **kwargs: Any
@@ -68,7 +71,26 @@ def recorded_phases() -> Iterator[list[Phase]]:
         yield phases
     finally:
         ChromiumEventLogger.log_event_end = original  # type: ignore[method-assign]
+        _events.of_thread = None
         phases.extend(nest(events))
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """A phase of ours, among torch's, if phases are being recorded in this thread."""
+    started = time.time_ns()
+    try:
+        yield
+    finally:
+        if _events.of_thread is not None:
+            _events.of_thread.append((started, time.time_ns(), name))
+
+
+class _Events(threading.local):
+    of_thread: list[tuple[int, int, str]] | None = None
+
+
+_events = _Events()
 
 
 def nest(events: Iterable[tuple[int, int, str]]) -> list[Phase]:

@@ -8,6 +8,7 @@ compiled error against a float64 (else float32) run may be at most twice eager's
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ def compare(
 
     `reference` computes the same output in higher precision; it is called only if an output is below float32.
     """
-    expected, structure = pytree.tree_flatten(eager)
-    actual, actual_structure = pytree.tree_flatten(compiled)
+    expected, structure = pytree.tree_flatten(_opened(eager))
+    actual, actual_structure = pytree.tree_flatten(_opened(compiled))
     if type(eager) is not type(compiled) or structure != actual_structure:
         return Comparison(float("inf"), f"output structure {actual_structure} instead of {structure}")
     truth = _truth(expected, reference)
@@ -57,6 +58,15 @@ def compare(
         if problem:
             return Comparison(largest, f"output {index}: {problem}")
     return Comparison(largest)
+
+
+def _opened(output: Any) -> Any:
+    """Dataclasses that pytree does not know, as dicts of their fields."""
+    return pytree.tree_map_only(
+        lambda leaf: dataclasses.is_dataclass(leaf) and not isinstance(leaf, type),
+        lambda leaf: {field.name: _opened(getattr(leaf, field.name)) for field in dataclasses.fields(leaf)},
+        output,
+    )
 
 
 def _truth(expected: list[Any], reference: Callable[[], Any] | None) -> list[Any]:
@@ -70,8 +80,13 @@ def _truth(expected: list[Any], reference: Callable[[], Any] | None) -> list[Any
 
 def _compare_leaf(want: Any, got: Any, exact: Any, config: VerifyConfig) -> tuple[float, str]:
     if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor):
-        same = type(want) is type(got) and (want == got or want != want)
-        return (0.0, "") if same else (float("inf"), f"{got!r} instead of {want!r}")
+        if want is got:
+            return 0.0, ""
+        if type(want) is not type(got):
+            return float("inf"), f"a {type(got).__name__} instead of a {type(want).__name__}"
+        if getattr(type(want), "__eq__", None) is getattr(object, "__eq__"):  # noqa: B009
+            return float("inf"), f"a {type(want).__name__} cannot be compared; set verify to false to serve it compiled"
+        return (0.0, "") if want == got or want != want else (float("inf"), f"{got!r} instead of {want!r}")
     for what in ("dtype", "shape", "device", "layout"):
         if getattr(want, what) != getattr(got, what):
             return float("inf"), f"{what} {getattr(got, what)} instead of {getattr(want, what)}"

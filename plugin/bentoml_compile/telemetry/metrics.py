@@ -62,6 +62,12 @@ class MetricsListener(Listener):
             ["model"],
             multiprocess_mode=slowest,
         )
+        self._shapes = factory.Gauge(
+            "torch_compile_prepared_shapes",
+            "Prepared shapes by what serves them",
+            ["model", "engine"],
+            multiprocess_mode=slowest,
+        )
         self._ready = factory.Gauge(
             "torch_compile_ready",
             "1 once start-up is over in every worker, 0 before that",
@@ -102,6 +108,11 @@ class MetricsListener(Listener):
             self._phase_seconds.labels(report.model, phase).set(seconds)
         self._graph_breaks.labels(report.model).set(len(report.graph_breaks))
         self._ready.labels(report.model).set(1)
+        for engine in ("jit", "aot", "eager"):
+            served = sum(shape.engine == engine for shape in report.shapes)
+            self._shapes.labels(report.model, engine).set(served)
+        for action in ("eager", "reject"):  # so that an alert sees the first one
+            self._unprepared.labels(report.model, action)
 
     def fallback(self, model: str, reason: str) -> None:
         self._fallbacks.labels(model, reason).inc()
@@ -115,7 +126,7 @@ class MetricsListener(Listener):
             self._recompiles.labels(executable.model, classify(compile_.reason)).inc()
         if call.error is not None:
             return
-        key = (executable.model, executable.engine, executable.label)
+        key = (executable.model, call.engine, executable.label)
         observe = self._observe.get(key)
         if observe is None:  # labels() takes a lock and builds strings: once, not per call
             observe = self._observe[key] = self._inference_seconds.labels(*key).observe

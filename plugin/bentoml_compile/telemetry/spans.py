@@ -78,7 +78,7 @@ class SpanListener(Listener):
         attributes: dict[str, Value | None] = {
             "model": executable.model,
             "mode": model.mode if model else None,
-            "engine": executable.engine,
+            "engine": call.engine,
             "shape": call.shape or executable.label,
             "prepared": executable.prepared,
             "batch_size": call.batch_size,
