@@ -194,14 +194,13 @@ class Startup:
         )
 
     def _wants_export(self) -> bool:
-        if self.config.engine != "aot":
-            return False
-        if self.config.fullgraph == "allow_breaks" or self.config.backend != "inductor":
+        possible = self.config.fullgraph != "allow_breaks" and self.config.backend == "inductor"
+        if self.config.engine == "aot" and not possible:
             raise ConfigError(
                 f"model {self.name!r}: torch_compile.engine='aot' makes one graph by Inductor, which fullgraph="
                 f"{self.config.fullgraph!r} with backend={self.config.backend!r} do not ask for; set engine to 'jit'"
             )
-        return True
+        return possible and self.config.engine != "jit"
 
     def _compile_ahead(self) -> bool:
         """Whether the model could be exported; if not, the report says why."""
@@ -365,7 +364,7 @@ class Startup:
                 self._verify_shape(shape, self.config.verify)
 
     def _verify_shape(self, shape: PreparedShape, config: VerifyConfig) -> None:
-        failure = Trial(self.model, self.method).verify(shape, config)
+        failure = Trial(self.model, self.method, self.names).verify(shape, config)
         if failure is None:
             return
         if config.strict:
@@ -382,7 +381,7 @@ class Startup:
             return
         with self.timeline.stage("measure"):
             for shape in to_measure:
-                failure = Trial(self.model, self.method).measure(shape)
+                failure = Trial(self.model, self.method, self.names).measure(shape)
                 if failure is not None:
                     self._shape_falls_back(shape, failure)
                 elif shape.run is None:

@@ -16,11 +16,16 @@ from tests.models import classifier, ids
 
 HELPER = """
 import settings
-FACTOR, NAME, TABLE, unused = 2.0, "x", (1, (2.5, None)), 7
+FACTOR, NAME, TABLE, unused = 2.0, "x", {"a": (1, [2.5, None])}, 7
+
+def adder(n):
+    return lambda x: x + n
+
+plus = adder(3)
 
 def scaled(x):
     def inner():
-        return x * FACTOR * settings.SCALE * TABLE[0]
+        return x * FACTOR * settings.SCALE * TABLE["a"][0] + plus(x)
     return inner()
 """
 
@@ -43,20 +48,33 @@ def sources_of(helper: ModuleType) -> dict[str, str]:
 
 def test_files_of_called_functions_and_the_constants_that_they_name_are_sources(helper: ModuleType) -> None:
     names = {source for source in sources_of(helper) if not source.startswith("/")}
-    assert names == {"global helper:FACTOR", "global helper:TABLE", "global settings:SCALE"}
+    assert names == {f"global {name}" for name in ("helper:FACTOR", "helper:TABLE", "helper:plus", "settings:SCALE")}
     files = {Path(source).name for source in sources_of(helper) if source.startswith("/")}
     assert files == {"helper.py", "settings.py"}
 
 
 @pytest.mark.parametrize(
     ("module", "name", "value"),
-    [("helper", "FACTOR", 2.5), ("helper", "TABLE", (1, (2.5, 0))), ("settings", "SCALE", 3.0)],
+    [
+        ("helper", "FACTOR", 2.5),
+        ("helper", "TABLE", {"a": (1, [2.5, 0])}),
+        ("settings", "SCALE", 3.0),
+        ("helper", "plus", lambda x: x + 3),
+    ],
 )
 def test_another_value_of_a_global_is_another_source(helper: ModuleType, module: str, name: str, value: object) -> None:
     before = sources_of(helper)
     setattr(sys.modules[module], name, value)
     now = hash_sources(before)
     assert {source for source in before if now[source] != before[source]} == {f"global {module}:{name}"}
+
+
+def test_a_function_is_known_by_its_closure_too(helper: ModuleType) -> None:
+    before = sources_of(helper)
+    helper.plus = helper.adder(3)
+    assert hash_sources(before) == before
+    helper.plus = helper.adder(4)
+    assert hash_sources(before) != before
 
 
 def test_an_edited_file_and_a_global_that_is_gone_are_told(helper: ModuleType, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,8 +243,11 @@ watch = CompileWatch()
 def start_watching() -> None:
     """Registers `watch` with Dynamo, if it is not. Without torch's callbacks recompiles are not counted.
 
-    `torch._dynamo.reset()` forgets callbacks, so each new compiled model asks again.
+    `torch._dynamo.reset()` forgets callbacks, so each new compiled model asks again. Where Dynamo is not imported
+    nothing compiles, and importing it would cost a warm boot a second.
     """
+    if "torch._dynamo" not in sys.modules:
+        return
     try:
         from torch._dynamo.callback import callback_handler
 

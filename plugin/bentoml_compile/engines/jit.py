@@ -35,7 +35,7 @@ class JitProgram:
         self, model: torch.nn.Module, method: str, config: CompileConfig, *, fullgraph: bool, threads: bool = True
     ) -> None:
         self._eager = eager_callable(model, method)
-        self._has_cuda_graphs = _uses_cuda_graphs(model, config)
+        self._has_cuda_graphs = uses_cuda_graphs(model, config)
         self._fullgraph = fullgraph
         self._compiled = torch.compile(
             self._eager, fullgraph=fullgraph, dynamic=config.dynamic, **_backend(config, threads)
@@ -221,7 +221,7 @@ def _means_graph_break(error: Exception) -> bool:
     return isinstance(error, exc.TorchDynamoException) or "no compiled frames" in str(error)
 
 
-def _uses_cuda_graphs(model: torch.nn.Module, config: CompileConfig) -> bool:
+def uses_cuda_graphs(model: torch.nn.Module, config: CompileConfig) -> bool:
     on_cuda = any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
     return on_cuda and bool(
         {**torch._inductor.list_mode_options(config.mode), **config.options}.get("triton.cudagraphs")

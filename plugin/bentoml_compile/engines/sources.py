@@ -1,4 +1,4 @@
-"""What a model's code is: every source file and every global constant that running it reads.
+"""What a model's code is: every source file and every global that running it reads.
 
 Compiled code has both baked in, and a warm boot of an ahead-of-time artifact does not trace again. So the cold boot
 watches one eager run, and the artifact keeps what it saw; artifacts/hashing.py compares it with what is there now.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bentoml_compile.artifacts.hashing import global_source, is_constant
+from bentoml_compile.artifacts.hashing import global_source, stable_text
 
 _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -45,7 +45,7 @@ def watched_sources() -> Iterator[set[str]]:
         for code, names in seen.items():
             if _is_the_users(code.co_filename):
                 sources.add(code.co_filename)
-                sources |= _constants(code, names)
+                sources |= _globals(code, names)
 
 
 def _is_the_users(path: str) -> bool:
@@ -54,16 +54,18 @@ def _is_the_users(path: str) -> bool:
     return not path.startswith(_STDLIB) or path.startswith(_PACKAGES)
 
 
-def _constants(code: CodeType, names: dict[str, Any]) -> set[str]:
-    """The global constants that a function names: its module's own, and those of modules that it has imported."""
+def _globals(code: CodeType, names: dict[str, Any]) -> set[str]:
+    """The globals that a function names: its module's own, and those of modules that it has imported."""
     module = names.get("__name__")
     found = set()
     for name in code.co_names:
         value = names.get(name)
-        if is_constant(value) and name in names and isinstance(module, str):
+        if name in names and isinstance(module, str) and stable_text(value) is not None:
             found.add(global_source(module, name))
         elif isinstance(value, ModuleType) and _is_the_users(getattr(value, "__file__", None) or ""):
-            used = {attribute for attribute in code.co_names if is_constant(vars(value).get(attribute, value))}
+            used = {
+                name for name in code.co_names if name in vars(value) and stable_text(vars(value)[name]) is not None
+            }
             found |= {global_source(value.__name__, attribute) for attribute in used}
             found |= {str(value.__file__)} if used else set()
     return found

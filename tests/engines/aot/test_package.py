@@ -26,7 +26,7 @@ from bentoml_compile.engines.aot.export import export_package
 from bentoml_compile.engines.aot.package import AotExecutable, Leaf, Package, Weight, open_package
 from bentoml_compile.engines.verify import compare
 from bentoml_compile.shapes import ExampleInput
-from tests.architectures import WORDS, make, tokens
+from tests.architectures import LENGTH, WORDS, make, tokens
 
 DYNAMIC = {name: {0: (1, 5), 1: (4, 16)} for name in ("input_ids", "attention_mask")}
 
@@ -119,7 +119,7 @@ def test_every_structure_and_constant_comes_back(odd: Compiled) -> None:
     assert_equal(odd.model, odd.executable, **fresh(odd.inputs))
     output = odd.executable(**odd.inputs)
     assert output["nothing"] is None
-    assert output["facts"][:4] == (4, 0.25, "odd", True)
+    assert output["facts"][:4] == (LENGTH, 0.25, "odd", True)
     assert output["facts"][3] is True
     assert output["facts"][4][1] is None
 
@@ -186,7 +186,7 @@ def test_the_package_file_is_the_package(bert: Compiled, odd: Compiled) -> None:
 
 def test_an_index_out_of_range_is_an_exception_and_the_next_call_is_right(odd: Compiled) -> None:
     inputs = fresh(odd.inputs)
-    wrong = {**inputs, "batch": {**inputs["batch"], "ids": torch.full((2, 4), WORDS)}}
+    wrong = {**inputs, "batch": {**inputs["batch"], "ids": torch.full((2, LENGTH), WORDS)}}
     code = "from tests.engines.aot import test_package as t; t.index_out_of_range(*t.sys.argv[1:])"
     assert in_new_process(code, str(odd.directory)) == "refused, then right"
     with pytest.raises(LibraryError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ class BoundLibrary:
         except RuntimeError as error:
             raise _in_short(error) from error
         self._slots: Slots[Callable[..., Any]] = Slots([runner.run], name=path.name)
-        self._device = device
+        # kept, since only one call at a time enters it
+        self._on_device: AbstractContextManager[Any] = (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        )
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """As Library.run."""
@@ -59,7 +63,8 @@ class BoundLibrary:
             raise ValueError(f"the compiled library takes {self.inputs} tensors, not {len(tensors)}")
         run = self._slots.take()
         try:
-            outputs: list[torch.Tensor | None] = run(list(tensors))  # on CUDA the binding takes the current stream
+            with self._on_device:  # the binding takes the stream that is current on the current device
+                outputs: list[torch.Tensor | None] = run(list(tensors))
             return outputs
         except RuntimeError as error:
             raise _in_short(error) from error
