@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 WORDS = 99
+LENGTH = 128  # of the odd model's ids: enough for Inductor to make a parallel region, were it allowed to
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 37}
 
 Made = tuple[nn.Module, dict[str, Any]]
@@ -95,7 +96,7 @@ class Odd(nn.Module):
 
 
 def _odd() -> Made:
-    batch = {"ids": torch.randint(0, WORDS, (2, 4)), "images": [torch.randn(3, 5)]}
+    batch = {"ids": torch.randint(0, WORDS, (2, LENGTH)), "images": [torch.randn(3, 5)]}
     return Odd(), {"batch": batch, "flag": True, "power": 2, "extra": None}
 
 
