@@ -14,7 +14,16 @@ from torch import nn
 
 WORDS = 99
 LENGTH = 128  # of the odd model's ids: enough for Inductor to make a parallel region, were it allowed to
-_SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 37}
+_SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 37}
+_DETR_SIZES: dict[str, Any] = {
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")},
+    "d_model": 32,
+    "num_queries": 5,
+    "use_timm_backbone": False,
+    "backbone": None,
+}
 
 Made = tuple[nn.Module, dict[str, Any]]
 
@@ -36,12 +45,106 @@ def _bert() -> Made:
 
 def _vit() -> Made:
     config = transformers.ViTConfig(**_SIZES, image_size=32, patch_size=16)
-    return transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    return transformers.ViTForImageClassification(config), images(size=32)
+
+
+def images(batch: int = 2, size: int = 64) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, size, size)}
 
 
 def _resnet() -> Made:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
-    return transformers.ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    return transformers.ResNetForImageClassification(config), images(size=32)
+
+
+def _beit() -> Made:
+    return transformers.BeitForImageClassification(transformers.BeitConfig(**_SIZES, image_size=64)), images()
+
+
+def _convnext() -> Made:
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1])
+    return transformers.ConvNextForImageClassification(config), images()
+
+
+def _mobilenet_v2() -> Made:
+    config = transformers.MobileNetV2Config(depth_multiplier=0.35, image_size=64)
+    return transformers.MobileNetV2ForImageClassification(config), images()
+
+
+def _segformer() -> Made:
+    config = transformers.SegformerConfig(
+        hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16
+    )
+    return transformers.SegformerForSemanticSegmentation(config), images()
+
+
+def _small_resnet() -> Any:
+    stages: dict[str, Any] = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "out_features": ["stage4"]}
+    return transformers.ResNetConfig(embedding_size=8, **stages)
+
+
+def _small_swin() -> Any:
+    heads: dict[str, Any] = {"depths": [1, 1, 1, 1], "num_heads": [2, 2, 4, 4], "window_size": 4}
+    features: dict[str, Any] = {"out_features": ["stage1", "stage2", "stage3", "stage4"]}
+    return transformers.SwinConfig(image_size=64, embed_dim=16, **heads, **features)
+
+
+def _detr() -> Made:
+    config = transformers.DetrConfig(**_DETR_SIZES, backbone_config=_small_resnet())
+    return transformers.DetrForObjectDetection(config), images()
+
+
+def _conditional_detr() -> Made:
+    config = transformers.ConditionalDetrConfig(**_DETR_SIZES, backbone_config=_small_resnet())
+    return transformers.ConditionalDetrForObjectDetection(config), images()
+
+
+def _owlvit() -> Made:
+    text = {**_SIZES, "vocab_size": WORDS, "max_position_embeddings": 16}
+    vision = {**_SIZES, "image_size": 64, "patch_size": 16}
+    config = transformers.OwlViTConfig(text_config=text, vision_config=vision, projection_dim=32)
+    return transformers.OwlViTForObjectDetection(config), {**images(1), **tokens(2, 8)}  # two texts for one image
+
+
+def _maskformer() -> Made:
+    config = transformers.MaskFormerConfig(
+        backbone_config=_small_swin(),
+        decoder_config=transformers.DetrConfig(**_DETR_SIZES, backbone_config=None),
+        fpn_feature_size=32,
+        mask_feature_size=32,
+    )
+    return transformers.MaskFormerForInstanceSegmentation(config), images()
+
+
+def _mask2former() -> Made:
+    config = transformers.Mask2FormerConfig(
+        backbone_config=_small_swin(),
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_attention_heads=2,
+        dim_feedforward=32,
+        num_queries=5,
+    )
+    return transformers.Mask2FormerForUniversalSegmentation(config), images()
+
+
+def _distilbert() -> Made:
+    config = transformers.DistilBertConfig(vocab_size=WORDS, dim=32, n_layers=1, n_heads=4, hidden_dim=37)
+    return transformers.DistilBertForSequenceClassification(config), tokens()
+
+
+def _longformer() -> Made:
+    config = transformers.LongformerConfig(vocab_size=WORDS, **_SIZES, attention_window=4)
+    return transformers.LongformerModel(config), tokens()
+
+
+def _gemma() -> Made:
+    config = transformers.GemmaConfig(vocab_size=WORDS, **_SIZES, num_key_value_heads=1, head_dim=8)
+    return transformers.GemmaForCausalLM(config), {**tokens(), "use_cache": False}
 
 
 def _t5_encoder() -> Made:
@@ -101,11 +204,23 @@ def _odd() -> Made:
 
 
 MAKERS: dict[str, Callable[[], Made]] = {
-    "bert": _bert,
     "vit": _vit,
+    "beit": _beit,
+    "convnext": _convnext,
     "resnet": _resnet,
+    "mobilenet_v2": _mobilenet_v2,
+    "segformer": _segformer,
+    "detr": _detr,
+    "conditional_detr": _conditional_detr,
+    "owlvit": _owlvit,
+    "maskformer": _maskformer,
+    "mask2former": _mask2former,
+    "bert": _bert,
+    "distilbert": _distilbert,
     "t5_encoder": _t5_encoder,
+    "longformer": _longformer,
     "gpt2": _gpt2,
     "gpt2_with_cache": _gpt2_with_cache,
+    "gemma": _gemma,
     "odd": _odd,
 }
