@@ -41,7 +41,7 @@ def bento(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_bento_carries_the_torch_compile_config_and_this_package(bento: Path) -> None:
     description = yaml.safe_load((bento / "bento.yaml").read_text())
     [service] = [one for one in description["services"] if one["name"] == "SentenceEmbedder"]
-    assert service["config"]["torch_compile"] == {"fullgraph": "require", "dynamic": True}
+    assert service["config"]["torch_compile"] == {"fullgraph": "require"}
     assert [path.name for path in (bento / "src/plugin").iterdir()] == ["bentoml_compile"]
     assert {path.name for path in (bento / "src").iterdir()} == CARRIED
 

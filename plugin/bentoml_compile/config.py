@@ -123,7 +123,11 @@ class CompileConfig(_Section):
         "null, true, false (ranges of single dimensions are not supported by this version)",
         "torch.compile's dynamic: whether sizes become symbols; null: when they change",
     )
-    engine: Engine = _key("auto", _words(Engine), "jit: torch.compile; aot: torch.export and AOTInductor; auto: aot where the model can be exported")
+    engine: Engine = _key(
+        "auto",
+        _words(Engine),
+        "jit: torch.compile; aot: torch.export and AOTInductor; auto: aot where the model can be exported",
+    )
     backend: str = _key("inductor", "the name of a torch.compile backend", "torch.compile's backend", min_length=1)
     options: dict[str, Any] = _key(
         {}, "a mapping of option names (text) to values", "the backend's options; for inductor they override the mode's"

@@ -130,13 +130,12 @@ def _say_ready(report: CompileReport) -> None:
         for shape in report.shapes
     )
     logger.info(
-        "model %r: %s in %.1f s%s; %s%s",
+        "model %r: %s in %.2f s%s; %s",
         report.model,
         report.outcome,
         report.seconds,
         f" ({phases})" if phases else "",
         engines,
-        f" ({report.fallback})" if report.fallback else "",
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from bentoml_compile.artifacts.fingerprint import Fingerprint, fingerprint
-from bentoml_compile.artifacts.hashing import hash_sources
-from bentoml_compile.artifacts.store import Artifact, Draft, Refusal, Store
+from bentoml_compile.artifacts.fingerprint import fingerprint
+from bentoml_compile.artifacts.store import Artifact, Store
 from bentoml_compile.config import CompileConfig, VerifyConfig
 from bentoml_compile.engines import dynamo, jit
 from bentoml_compile.engines.aot import build as aot
@@ -29,9 +27,10 @@ from bentoml_compile.engines.failures import Failure, classify
 from bentoml_compile.engines.limits import TimeLimitReached, time_limit
 from bentoml_compile.engines.phases import seconds_by_phase
 from bentoml_compile.errors import ConfigError, GraphBreakError, VerificationError
+from bentoml_compile.keeping import Keeping, private_directory
 from bentoml_compile.listener import Stage, Timeline
 from bentoml_compile.prepared import PreparedShape
-from bentoml_compile.report import CompileReport, GraphBreak, Outcome, Rejection
+from bentoml_compile.report import CompileReport, GraphBreak, Outcome
 from bentoml_compile.trial import Trial
 
 logger = logging.getLogger("bentoml_compile")
@@ -50,35 +49,38 @@ class Startup:
     timeline: Timeline
     default_store: Path | None = None
 
-    artifact: Artifact | None = None
-    _fingerprint: Fingerprint | None = None
-    _store: Store | None = None
-    _draft: Draft | None = None
+    _kept: Keeping | None = None
     _compiled_now: bool = False
     _engine: Literal["jit", "aot"] = "jit"
     _engine_reason: str = ""
     _whole: bool = True
     _record: Record = field(default_factory=Record)
-    _rejected: list[Rejection] = field(default_factory=list)
     _failure: str = ""
 
     def run(self) -> None:
         """The story of a boot."""
         if not self.config.enabled:
-            self._serve_all_eagerly("compiling is switched off (enabled: false, or TORCH_COMPILE_DISABLE=1)")
+            reason = "compiling is switched off (enabled: false, or TORCH_COMPILE_DISABLE=1)"
+            logger.info("model %r: served eagerly: %s", self.name, reason)
+            self._serve_all_eagerly(reason)
             return
-        with unchanged(self.model):
-            found = self._lookup()
-            with self._ending_in_eager():
-                if found is None or not self._load(found):
-                    self._compile()
+        found = self._lookup()
+        with self._ending_in_eager():
+            if found is None or not self._load(found):
+                self._compile()
+        self._verify()
+        if self._exported_wrongly():
+            with self._ending_in_eager(), self._running("compile"):
+                self._compile_by_jit()
             self._verify()
-            if self._exported_wrongly():
-                with self._ending_in_eager():
-                    self._compile_by_jit()
-                self._verify()
-            self._measure()
-            self._keep()
+        self._measure()
+        self._keep()
+
+    @contextlib.contextmanager
+    def _running(self, name: str) -> Iterator[Stage]:
+        """A stage that runs the model, which is afterwards as it was."""
+        with self.timeline.stage(name) as stage, unchanged(self.model):
+            yield stage
 
     @contextlib.contextmanager
     def _ending_in_eager(self) -> Iterator[None]:
@@ -98,42 +100,39 @@ class Startup:
     def _lookup(self) -> Artifact | None:
         with self.timeline.stage("lookup", outcome="disabled") as stage:
             try:
-                self._fingerprint = fingerprint(
-                    self.model, method=self.method, config=self.config, shapes=[shape.label for shape in self.shapes]
-                )
+                labels = [shape.label for shape in self.shapes]
+                wanted = fingerprint(self.model, method=self.method, config=self.config, shapes=labels)
                 root = self.config.artifacts.store or self.default_store
-                if root is None:
+                store = Store(root) if root is not None else None
+                self._kept = Keeping(self.name, wanted, store, self.config.artifacts.write)
+                if store is None:
                     return None
-                self._store = Store(root)
                 if self.config.artifacts.refresh:
                     stage.attributes["outcome"] = "miss"
                     return None
-                return self._look_into(self._store, self._fingerprint, stage.attributes)
+                return self._look_into(self._kept, stage.attributes)
             except GraphBreakError:
                 raise
             except Exception as error:
                 self._keep_going(Failure("lookup_failed", f"{type(error).__name__}: {error}"), error)
                 return None
 
-    def _look_into(self, store: Store, wanted: Fingerprint, attributes: dict[str, Any]) -> Artifact | None:
-        refusal = store.refusal(self.name, wanted) if self.config.fullgraph == "require" else None
+    def _look_into(self, kept: Keeping, attributes: dict[str, Any]) -> Artifact | None:
+        refusal = kept.refusal() if self.config.fullgraph == "require" else None
         if refusal is not None:
             attributes["outcome"] = "hit"
             raise GraphBreakError(refusal.message, refusal.breaks)
-        lookup = store.lookup(self.name, wanted)
-        self._rejected += lookup.rejected
-        for rejection in lookup.rejected:
-            logger.info("model %r: artifact %s passed over: %s", self.name, rejection.artifact, rejection.reason)
-        attributes["outcome"] = "hit" if lookup.artifact else "rejected" if lookup.rejected else "miss"
-        return lookup.artifact
+        artifact = kept.look_up()
+        attributes["outcome"] = "hit" if artifact else "rejected" if kept.rejected else "miss"
+        return artifact
 
     # load or compile
 
     def _load(self, artifact: Artifact) -> bool:
         """Whether the artifact could be used; if not, it is among the rejected ones and the model is compiled."""
+        assert self._kept is not None
         with self.timeline.stage("load") as stage:
             try:
-                artifact.hold()
                 kept_eager = self._decide_as(artifact.decisions)
                 if not self.config.keep_eager_if_slower:
                     kept_eager = {}
@@ -143,13 +142,11 @@ class Startup:
                         shape.serve_eagerly(reason)
             except Exception as error:
                 reason = f"could not be loaded: {classify(error)}"
-                logger.warning("model %r: artifact %s %s", self.name, artifact.path.name, reason)
+                self._kept.reject(artifact, reason)
                 stage.attributes["rejected"] = reason
-                self._rejected.append(Rejection(artifact.path.name, reason))
-                artifact.release()
                 self._forget()
                 return False
-        self.artifact = artifact
+        self._kept.artifact = artifact
         if self._compiled_now:
             logger.warning("model %r: the artifact lacked some compiled code, which was compiled again", self.name)
         return True
@@ -161,7 +158,8 @@ class Startup:
             aot.load(self.model, self.method, self.shapes, directory=artifact.cache)
             return
         misses = dynamo.cache_misses()
-        self._build(artifact.cache, fullgraph=self._whole)
+        with unchanged(self.model):
+            self._build(artifact.cache, fullgraph=self._whole)
         self._compiled_now = dynamo.cache_misses() > misses
 
     def _decide_as(self, decisions: dict[str, Any]) -> dict[PreparedShape, str]:
@@ -178,82 +176,69 @@ class Startup:
             shape.forget()
 
     def _compile(self) -> None:
-        jit.check_backend(self.config, where=f"model {self.name!r}")
-        self._say_compiling()
-        if not self._wants_export() or not self._compile_ahead():
-            self._compile_by_jit()
+        with self._running("compile") as stage:
+            jit.check_backend(self.config, where=f"model {self.name!r}")
+            self._say_compiling()
+            if not self._wants_export() or not self._compile_ahead():
+                self._compile_by_jit()
+            stage.attributes["engine"] = self._engine
 
     def _say_compiling(self) -> None:
-        why = "; ".join(f"{item.artifact}: {item.reason}" for item in self._rejected[:2]) or "none is stored"
-        logger.info(
-            "model %r: compiling %d shapes, within %g s (no artifact fits: %s)",
-            self.name,
-            len(self.shapes),
-            self.config.time_limit,
-            why,
-        )
+        rejected = self._kept.rejected[:2] if self._kept is not None else []
+        why = "; ".join(f"{item.artifact}: {item.reason}" for item in rejected) or "none is stored"
+        shapes, limit = len(self.shapes), self.config.time_limit
+        logger.info("model %r: compiling %d shapes, within %g s (no artifact fits: %s)", self.name, shapes, limit, why)
 
     def _wants_export(self) -> bool:
-        possible = self.config.fullgraph != "allow_breaks" and self.config.backend == "inductor"
-        if self.config.engine == "aot" and not possible:
+        config = self.config
+        possible = config.fullgraph != "allow_breaks" and config.backend == "inductor" and config.dynamic is not True
+        if config.engine == "aot" and not possible:
             raise ConfigError(
-                f"model {self.name!r}: torch_compile.engine='aot' makes one graph by Inductor, which fullgraph="
-                f"{self.config.fullgraph!r} with backend={self.config.backend!r} do not ask for; set engine to 'jit'"
+                f"model {self.name!r}: torch_compile.engine='aot' makes one whole graph of fixed sizes by Inductor, "
+                f"and not what fullgraph={config.fullgraph!r}, dynamic={config.dynamic!r} and "
+                f"backend={config.backend!r} ask for together; set engine to 'jit'"
             )
-        return possible and self.config.engine != "jit"
+        return possible and config.engine != "jit"
 
     def _compile_ahead(self) -> bool:
         """Whether the model could be exported; if not, the report says why."""
-        with self.timeline.stage("compile", engine="aot") as stage:
-            self._open_draft()
-            try:
-                with self._directory_for_code() as directory:
-                    aot.build(
-                        self.model,
-                        self.method,
-                        self.config,
-                        self.names,
-                        self.shapes,
-                        directory=directory,
-                        record=self._record,
-                    )
-            except aot.NotExportable as reason:
-                if self.config.engine == "aot":
-                    raise ConfigError(
-                        f"model {self.name!r}: torch_compile.engine is 'aot', but the model cannot be exported: "
-                        f"{reason}. Set engine to 'auto' to have it compiled by torch.compile."
-                    ) from reason
-                self._give_up_export(str(reason))
-                stage.attributes["reason"] = self._engine_reason
-                return False
-            finally:
-                self._tell_phases(0)
+        self._open_draft(path_with_space=True)
+        try:
+            with self._directory_for_code() as directory:
+                aot.build(
+                    self.model,
+                    self.method,
+                    self.config,
+                    self.names,
+                    self.shapes,
+                    directory=directory,
+                    record=self._record,
+                )
+        except aot.NotExportable as reason:
+            if self.config.engine == "aot":
+                raise ConfigError(
+                    f"model {self.name!r}: torch_compile.engine is 'aot', but the model cannot be exported: {reason}. "
+                    "Set engine to 'auto' to have it compiled by torch.compile."
+                ) from reason
+            self._engine_reason = str(reason)
+        finally:
+            self._tell_phases(0)
+        if self._engine_reason:
+            self._give_up_export(self._engine_reason)
+            return False
         self._engine, self._compiled_now = "aot", True
         return True
 
-    @contextlib.contextmanager
-    def _directory_for_code(self) -> Iterator[Path]:
-        """The draft's; without one a private temporary directory, since code that is loaded needs its files no longer.
-
-        Never Inductor's own: that lies at a name that anybody can foresee, and what is in it would not be new.
-        """
-        if self._draft is not None:
-            yield self._draft.cache
-            return
-        with tempfile.TemporaryDirectory(prefix="torch_compile_", ignore_cleanup_errors=True) as directory:
-            yield Path(directory)
-
     def _give_up_export(self, reason: str) -> None:
         logger.info("model %r: compiled by torch.compile, not ahead of time: %s", self.name, reason)
-        if self._draft is not None:
-            self._draft.discard()
-            self._draft = None
+        if self._kept is not None:
+            self._kept.discard_draft()
         self._forget()
         self._engine, self._engine_reason = "jit", reason
 
     def _exported_wrongly(self) -> bool:
         """Under auto, code made ahead of time that does not verify is replaced by torch.compile's."""
-        if self._engine != "aot" or self.config.engine != "auto":
+        if not self._may_trace_instead():
             return False
         wrong = next((shape for shape in self.shapes if shape.reason.startswith("verification")), None)
         if wrong is None:
@@ -261,19 +246,31 @@ class Startup:
         self._give_up_export(f"{wrong.label}: {wrong.reason}")
         return True
 
+    def _may_trace_instead(self) -> bool:
+        return self._engine == "aot" and self.config.engine == "auto" and self._compiled_now
+
     def _compile_by_jit(self) -> None:
-        with self.timeline.stage("compile", engine="jit"):
-            self._engine, self._compiled_now = "jit", True
-            self._open_draft()
-            with self._directory_for_code() as cache:
-                if self.config.fullgraph == "allow_breaks":
-                    self._build(cache, fullgraph=False)
-                    return
-                try:
-                    self._build(cache, fullgraph=True)
-                except jit.GraphBroken as error:
-                    self._graph_is_broken(error)
-                    self._build(cache, fullgraph=False)
+        self._engine, self._compiled_now = "jit", True
+        self._open_draft(path_with_space=False)
+        with self._directory_for_code() as cache:
+            if self.config.fullgraph == "allow_breaks":
+                self._build(cache, fullgraph=False)
+                return
+            try:
+                self._build(cache, fullgraph=True)
+            except jit.GraphBroken as error:
+                self._graph_is_broken(error)
+                self._build(cache, fullgraph=False)
+
+    def _open_draft(self, *, path_with_space: bool) -> None:
+        try:
+            if self._kept is not None:
+                self._kept.open_draft(path_with_space=path_with_space)
+        except Exception as error:
+            self._keep_going(Failure("store_failed", f"nothing will be kept for the next boot: {error}"), error)
+
+    def _directory_for_code(self) -> contextlib.AbstractContextManager[Path]:
+        return self._kept.directory_for_code() if self._kept is not None else private_directory()
 
     def _build(self, cache: Path, *, fullgraph: bool) -> None:
         told = len(self._record.phases)
@@ -313,31 +310,9 @@ class Startup:
             f"{len(breaks)} graph break(s):\n{listing}\n"
             "Change these lines, or set torch_compile.fullgraph to 'prefer' to compile the parts between them."
         )
-        self._remember_refusal(message, breaks)
+        if self._kept is not None:
+            self._kept.remember_refusal(message, breaks, self._record.sources)
         raise GraphBreakError(message, breaks) from error.__cause__
-
-    def _remember_refusal(self, message: str, breaks: tuple[GraphBreak, ...]) -> None:
-        """So that the worker that BentoML starts again fails at once, with the same words."""
-        if self._store is None or self._fingerprint is None or not self.config.artifacts.write:
-            return
-        try:
-            sources = hash_sources({*self._record.sources, *(item.file for item in breaks if item.file)})
-            self._store.remember_refusal(self.name, self._fingerprint, Refusal(message, breaks, sources))
-        except Exception as error:
-            logger.warning("model %r: the graph breaks could not be remembered: %s", self.name, error)
-
-    def _open_draft(self) -> None:
-        if self._store is None or self._fingerprint is None or not self.config.artifacts.write:
-            return
-        try:
-            if any(character.isspace() for character in str(self._store.root)):
-                raise ValueError(
-                    f"the store's path {str(self._store.root)!r} has a space, with which Inductor's compiler commands "
-                    "do not work; set torch_compile.artifacts.store or BENTOML_HOME to one without"
-                )
-            self._draft = self._store.draft(self.name, self._fingerprint)
-        except Exception as error:
-            self._keep_going(Failure("store_failed", f"nothing will be kept for the next boot: {error}"), error)
 
     def _say_partial(self) -> None:
         breaks = self._record.breaks
@@ -354,12 +329,11 @@ class Startup:
     # verify, measure, keep
 
     def _verify(self) -> None:
-        loaded = self.artifact is not None and not self._compiled_now
         # without Inductor's cache nothing would tell that a warm boot has traced another graph than the cold one
-        trusted = loaded and (self._engine == "aot" or self.config.backend == "inductor")
+        trusted = self._is_loaded() and (self._engine == "aot" or self.config.backend == "inductor")
         if self.config.verify is False or not self._compiled_shapes() or (trusted and not self.config.verify.on_load):
             return
-        with self.timeline.stage("verify"):
+        with self._running("verify"):
             for shape in self._compiled_shapes():
                 self._verify_shape(shape, self.config.verify)
 
@@ -367,7 +341,7 @@ class Startup:
         failure = Trial(self.model, self.method, self.names).verify(shape, config)
         if failure is None:
             return
-        if config.strict:
+        if config.strict and not self._may_trace_instead():
             raise VerificationError(
                 f"model {self.name!r}, shape ({shape.label}): {failure.message}. Compiled code was not served. Raise "
                 "verify.rtol/atol if this difference is acceptable, or set verify.strict to false to serve eagerly."
@@ -379,7 +353,7 @@ class Startup:
         to_measure = [shape for shape in self._compiled_shapes() if shape.speedup is None]
         if not self.config.keep_eager_if_slower or not to_measure:
             return
-        with self.timeline.stage("measure"):
+        with self._running("measure"):
             for shape in to_measure:
                 failure = Trial(self.model, self.method, self.names).measure(shape)
                 if failure is not None:
@@ -390,26 +364,17 @@ class Startup:
 
     def _keep(self) -> None:
         """Completes the artifact, if this boot's result is one that the next may rely on."""
+        if self._kept is None:
+            return
         complete = all(shape.run is not None or shape.speedup is not None for shape in self.shapes)
         try:
-            if self._draft is not None and complete:
+            if complete and self._kept.is_behind(decisions := self._decisions()):
                 with self.timeline.stage("store"):
-                    sources = hash_sources(self._record.sources)
-                    self.artifact = self._draft.seal(self._decisions(), sources, self._engine)
-            elif self.artifact is not None and complete and self._artifact_is_behind(self.artifact):
-                with self.timeline.stage("store"):
-                    self.artifact.reseal(self._decisions())
+                    self._kept.seal(decisions, self._record, self._engine)
         except Exception as error:
             self._keep_going(Failure("store_failed", f"the artifact was not kept: {error}"), error)
         finally:
-            if self._draft is not None and self.artifact is None:
-                with contextlib.suppress(OSError):
-                    self._draft.discard()
-
-    def _artifact_is_behind(self, artifact: Artifact) -> bool:
-        measured = {shape.label: shape.speedup for shape in self.shapes}
-        known = {label: row["speedup"] for label, row in artifact.decisions["shapes"].items()}
-        return self._compiled_now or measured != known or artifact.grown()
+            self._kept.discard_draft()
 
     def _decisions(self) -> dict[str, Any]:
         return {
@@ -448,7 +413,9 @@ class Startup:
 
     def _serve_all_eagerly(self, reason: str) -> None:
         self._failure = reason
-        self._compiled_now, self.artifact = False, None
+        self._compiled_now = False
+        if self._kept is not None:
+            self._kept.artifact = None
         for shape in self.shapes:
             shape.serve_eagerly(reason)
 
@@ -456,19 +423,19 @@ class Startup:
 
     def report(self, seconds: float) -> CompileReport:
         compiled = self._compiled_shapes()
-        outcome: Outcome = "compiled" if self._compiled_now else "loaded" if self.artifact is not None else "eager"
+        outcome: Outcome = "compiled" if self._compiled_now else "loaded" if self._is_loaded() else "eager"
         return CompileReport(
             model=self.name,
             engine=compiled[0].engine if 2 * len(compiled) > len(self.shapes) else "eager",
             outcome=outcome,
             seconds=seconds,
-            fingerprint=self._fingerprint.id if self._fingerprint else "",
+            fingerprint=self._kept.fingerprint.id if self._kept is not None else "",
             mode=self.config.mode,
             fullgraph=self._whole and bool(compiled),
             phases={**seconds_by_phase(self._record.phases), **self._seconds_of_steps()},
             shapes=tuple(shape.report() for shape in self.shapes),
             graph_breaks=self._record.breaks,
-            rejected=tuple(self._rejected),
+            rejected=tuple(self._kept.rejected) if self._kept is not None else (),
             fallback=self._failure,
             engine_reason=self._engine_reason,
         )
@@ -477,6 +444,14 @@ class Startup:
         """The steps beside the compiler's phases; a boot may spend most of its time in them."""
         steps = self.timeline.ended
         return {name: steps[name] for name in ("lookup", "verify", "measure", "store") if name in steps}
+
+    @property
+    def artifact(self) -> Artifact | None:
+        """What the compiled model holds while it lives."""
+        return self._kept.artifact if self._kept is not None else None
+
+    def _is_loaded(self) -> bool:
+        return self.artifact is not None and not self._compiled_now
 
     def _compiled_shapes(self) -> list[PreparedShape]:
         return [shape for shape in self.shapes if shape.engine != "eager"]

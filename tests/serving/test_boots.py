@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +32,35 @@ def worker(server: Server) -> int:
     return int(httpx.post(f"{server.base_url}/process", json={}, timeout=60).text)
 
 
+COMPILERS = ("gcc", "g++", "c++", "clang", "cc1")
+
+
+def path_without(directory: Path, *words: str) -> str:
+    """A PATH that has everything that this one has, except tools with one of the words in their names."""
+    tools = directory / "bin"
+    tools.mkdir()
+    for folder in reversed(os.environ["PATH"].split(os.pathsep)):
+        for tool in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            if not any(word in tool.name for word in words) and (tool.name != "cc" or "gcc" not in words):
+                (tools / tool.name).unlink(missing_ok=True)
+                (tools / tool.name).symlink_to(tool)
+    return str(tools)
+
+
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[OtlpReceiver]:
     with OtlpReceiver() as receiver:
         yield receiver
 
 
-@pytest.fixture(scope="module")
-def boots(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["jit", "aot"])
+def boots(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver
+) -> Iterator[dict[str, Any]]:
     """A cold boot, a warm one, and what each answered, exported and counted; the second server still runs."""
-    seen: dict[str, Any] = {}
-    server = serve(tmp_path_factory.mktemp("home"), tracing=receiver.tracing_config(1.0))
+    seen: dict[str, Any] = {"engine": request.param}
+    config = {"torch_compile": {"engine": request.param}, "tracing": receiver.tracing_config(1.0)}
+    server = serve(tmp_path_factory.mktemp("home"), **config)
     for name in ("cold", "warm"):
         receiver.clear()
         server.start(deadline=300)
@@ -70,11 +89,11 @@ def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
 @pytest.mark.parametrize(("boot", "outcome", "step"), [("cold", "compiled", "compile"), ("warm", "loaded", "load")])
 def test_the_first_boot_compiles_and_the_next_loads(boots: dict[str, Any], boot: str, outcome: str, step: str) -> None:
     metrics, spans = boots[boot]["metrics"], boots[boot]["spans"]
-    labels = {"model": "tiny", "engine": "jit"}
+    labels = {"model": "tiny", "engine": boots["engine"]}
     assert value(metrics, "torch_compile_startup_seconds", outcome=outcome, **labels) > 0
     startup = one(spans, "torch_compile.startup")
     assert startup.attributes["torch_compile.outcome"] == outcome
-    assert startup.attributes["torch_compile.engine"] == "jit"
+    assert startup.attributes["torch_compile.engine"] == boots["engine"]
     assert startup.attributes["torch_compile.mode"] == "default"
     assert startup.attributes["torch_compile.fullgraph"] == "require"
     assert len(startup.attributes["torch_compile.fingerprint"]) == 16
@@ -95,12 +114,17 @@ def test_both_boots_have_one_fingerprint(boots: dict[str, Any]) -> None:
     assert len(ids) == 1
 
 
-def test_a_warm_boot_misses_nothing_in_inductors_cache(boots: dict[str, Any]) -> None:
-    phases = {span.name.removeprefix("torch_compile.phase.") for span in boots["warm"]["spans"] if "phase" in span.name}
-    assert "cache_load" in phases
-    assert not phases & {"inductor", "codegen"}
-    cold = {span.name.removeprefix("torch_compile.phase.") for span in boots["cold"]["spans"] if "phase" in span.name}
-    assert {"dynamo", "aot_autograd", "inductor", "codegen"} <= cold
+def test_a_warm_boot_compiles_nothing(boots: dict[str, Any]) -> None:
+    def phases(boot: str) -> set[str]:
+        return {span.name.removeprefix("torch_compile.phase.") for span in boots[boot]["spans"] if "phase" in span.name}
+
+    traced_by = {"jit": "dynamo", "aot": "export"}[boots["engine"]]
+    assert {traced_by, "aot_autograd", "inductor", "codegen"} <= phases("cold")
+    if boots["engine"] == "aot":
+        assert phases("warm") == set()
+    else:
+        assert "cache_load" in phases("warm")
+        assert not phases("warm") & {"inductor", "codegen"}
 
 
 @pytest.mark.parametrize("boot", ["cold", "warm"])
@@ -131,9 +155,9 @@ def test_metrics_split_the_boot_and_count_the_calls(boots: dict[str, Any]) -> No
     assert value(cold, "torch_compile_phase_seconds", model="tiny", phase="codegen") > 0
     assert value(cold, "torch_compile_artifact_lookups_total", model="tiny", outcome="miss") == 1
     assert value(warm, "torch_compile_artifact_lookups_total", model="tiny", outcome="hit") == 1
-    assert (
-        value(warm, "torch_compile_inference_seconds_count", model="tiny", engine="jit", shape="ids: int64[2, 5]") >= 1
-    )
+    calls = {"model": "tiny", "engine": boots["engine"], "shape": "ids: int64[2, 5]"}
+    assert value(warm, "torch_compile_inference_seconds_count", **calls) >= 1
+    assert value(warm, "torch_compile_prepared_shapes", model="tiny", engine=boots["engine"]) == 1
     assert value(warm, "torch_compile_ready", model="tiny") == 1
     assert value(warm, "torch_compile_graph_breaks", model="tiny") == 0
 
@@ -158,7 +182,18 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_and_the_worker_lives_on(b
 def test_disabled_serves_the_same_answers_eagerly(boots: dict[str, Any], tmp_path: Path) -> None:
     with serve(tmp_path, torch_compile={"enabled": False}) as server:
         assert classify(server).json() == [pytest.approx(row, abs=1e-5) for row in boots["warm"]["answer"]]
-        assert (
-            value(server.metrics(), "torch_compile_startup_seconds", model="tiny", engine="eager", outcome="eager") >= 0
-        )
+        [outcome] = [one.labels for one in server.metrics() if one.name == "torch_compile_startup_seconds"]
+        assert outcome == {"model": "tiny", "engine": "eager", "outcome": "eager"}
         assert not (tmp_path / "compile").exists()
+
+
+def test_a_warm_boot_needs_neither_a_compiler_nor_a_store_that_can_be_written(tmp_path: Path) -> None:
+    with serve(tmp_path / "home", torch_compile={"engine": "aot"}) as server:
+        answer = classify(server).json()
+    for path in [*(tmp_path / "home" / "compile").rglob("*"), tmp_path / "home" / "compile"]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    env = {"PATH": path_without(tmp_path, *COMPILERS)}
+    with serve(tmp_path / "home", env=env, torch_compile={"engine": "aot"}) as server:
+        assert classify(server).json() == answer
+        labels = {"model": "tiny", "engine": "aot", "outcome": "loaded"}
+        assert value(server.metrics(), "torch_compile_startup_seconds", **labels) > 0

@@ -23,6 +23,7 @@ _PHASES = {
     "compile_fx.<locals>.fw_compiler_base": "inductor",
     "inductor_compile": "inductor",
     "code_gen": "codegen",
+    "GraphLowering.codegen": "codegen",
     "PyCodeCache.load_by_key_path": "load_code",
     "compile_file": "cpp_compile",
     "async_compile.wait": "compile_wait",

@@ -66,7 +66,7 @@ def _without_packed_weights(backends: str) -> str:
 
 
 def _unpack(archive: Path, directory: Path, extracted: Path) -> str:
-    library = ""
+    library, companions = "", []
     with zipfile.ZipFile(archive) as files:
         for member in files.namelist():
             name = Path(member).name
@@ -76,7 +76,11 @@ def _unpack(archive: Path, directory: Path, extracted: Path) -> str:
                 shutil.copyfileobj(source, target)
             if name.endswith(".so"):
                 name = library = f"{file_hash(extracted)[:32]}.so"
+            elif name.endswith(".json"):
+                companions.append(name)
             shutil.move(extracted, directory / name)
     if not library:
         raise RuntimeError("AOTInductor made no library")
+    for name in companions:  # operators without a C function; looked for under the library's name
+        (directory / name).rename((directory / library).with_suffix(".json"))
     return library
