@@ -103,7 +103,10 @@ class Keeping:
         """Whether there is something to seal: a draft, or an artifact that knows less than this boot."""
         if self._draft is not None:
             return True
-        return self.artifact is not None and (self.artifact.decisions != decisions or self.artifact.grown())
+        if self.artifact is None:
+            return False
+        # an opened library writes nothing; Inductor may, whenever it loads
+        return self.artifact.decisions != decisions or (self.artifact.engine == "jit" and self.artifact.grown())
 
 
 @contextlib.contextmanager

@@ -95,6 +95,9 @@ class Call:
 class Listener:
     """Every method does nothing here; override what you need. An exception raised in one is logged and dropped."""
 
+    def preparing(self, model: str) -> None:
+        """`compile_model` was called; its startup stage is about to begin."""
+
     def stage_started(self, stage: Stage) -> None:
         """A stage begins; its parent, if any, has begun before in this thread."""
 
@@ -102,7 +105,7 @@ class Listener:
         """The same object as at its start, now with `ended_ns`, its final attributes and its events."""
 
     def ready(self, report: CompileReport) -> None:
-        """`compile_model` is about to return. The startup stage has not ended yet."""
+        """`compile_model` is about to return; its startup stage is over."""
 
     def fallback(self, model: str, reason: str) -> None:
         """Something ended in eager. `reason` is one of few fixed words (no_compiler, time_limit, ...)."""
@@ -151,12 +154,16 @@ class Listeners:
 
 
 class Timeline:
-    """The stages of one boot, nested by `with`."""
+    """The stages of one boot, nested by `with`.
+
+    A step of the boot begins where the one before it ended, so that the steps add up to the whole.
+    """
 
     def __init__(self, listeners: Listeners) -> None:
         self.listeners = listeners
         self.ended: dict[str, float] = {}  # seconds by name, phases left out
         self._open: list[Stage] = []
+        self._last_step_ns: int | None = None
 
     @property
     def current(self) -> Stage:
@@ -190,13 +197,18 @@ class Timeline:
 
     def _start(self, name: str, attributes: dict[str, Value]) -> Stage:
         parent = self._open[-1] if self._open else None
-        stage = Stage(name, parent, time.time_ns(), attributes=attributes)
+        started_ns = time.time_ns()
+        if parent is not None and parent.parent is None:
+            started_ns = parent.started_ns if self._last_step_ns is None else self._last_step_ns
+        stage = Stage(name, parent, started_ns, attributes=attributes)
         self._open.append(stage)
         self.listeners.tell("stage_started", stage)
         return stage
 
     def _end(self, stage: Stage, ended_ns: int) -> None:
         stage.ended_ns = ended_ns
+        if stage.parent is not None and stage.parent.parent is None:
+            self._last_step_ns = ended_ns
         if not stage.name.startswith("phase."):
             self.ended[stage.name] = self.ended.get(stage.name, 0.0) + (ended_ns - stage.started_ns) / 1e9
         self.listeners.tell("stage_ended", stage)

@@ -84,6 +84,7 @@ def compile_model(
     shapes = [PreparedShape(name, describe(e, names), signature_of(names, e.args, e.kwargs), e) for e in examples]
     shapes = list({shape.label: shape for shape in shapes}.values())
     timeline = Timeline(Listeners(listeners))
+    timeline.listeners.tell("preparing", name)
     with (
         prompt_termination(),
         timeline.stage("startup", model=name, mode=config.mode, fullgraph=config.fullgraph) as stage,
@@ -100,7 +101,7 @@ def compile_model(
             fingerprint=report.fingerprint,
             graph_breaks=len(report.graph_breaks),
         )
-        timeline.listeners.tell("ready", report)
+    timeline.listeners.tell("ready", report)
     _say_ready(report)
     compiled = CompiledModel(model, method, config, names, startup, report, timeline.listeners)
     _open_models[name] = compiled

@@ -65,12 +65,11 @@ class Startup:
             self._serve_all_eagerly(reason)
             return
         found = self._lookup()
-        with self._ending_in_eager():
-            if found is None or not self._load(found):
-                self._compile()
+        if found is None or not self._load(found):
+            self._compile()
         self._verify()
         if self._exported_wrongly():
-            with self._ending_in_eager(), self._running("compile"):
+            with self._running("compile"), self._ending_in_eager():
                 self._compile_by_jit()
             self._verify()
         self._measure()
@@ -129,7 +128,7 @@ class Startup:
     # load or compile
 
     def _load(self, artifact: Artifact) -> bool:
-        """Whether the artifact could be used; if not, it is among the rejected ones and the model is compiled."""
+        """Whether the boot is decided; if not, the artifact is among the rejected ones and the model is compiled."""
         assert self._kept is not None
         with self.timeline.stage("load") as stage:
             try:
@@ -140,6 +139,9 @@ class Startup:
                     self._load_by_engine(artifact)
                     for shape, reason in kept_eager.items():
                         shape.serve_eagerly(reason)
+            except TimeLimitReached:
+                self._time_is_up()
+                return True
             except Exception as error:
                 reason = f"could not be loaded: {classify(error)}"
                 self._kept.reject(artifact, reason)
@@ -158,7 +160,7 @@ class Startup:
             aot.load(self.model, self.method, self.shapes, directory=artifact.cache)
             return
         misses = dynamo.cache_misses()
-        with unchanged(self.model):
+        with unchanged(self.model), time_limit(self.config.time_limit):
             self._build(artifact.cache, fullgraph=self._whole)
         self._compiled_now = dynamo.cache_misses() > misses
 
@@ -176,7 +178,7 @@ class Startup:
             shape.forget()
 
     def _compile(self) -> None:
-        with self._running("compile") as stage:
+        with self._running("compile") as stage, self._ending_in_eager():
             jit.check_backend(self.config, where=f"model {self.name!r}")
             self._say_compiling()
             if not self._wants_export() or not self._compile_ahead():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -126,10 +127,25 @@ class _Children:
     """The child processes that start after this object was made; the worker's earlier ones are none of our business."""
 
     def __init__(self) -> None:
-        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._before = _child_pids()
 
     def kill(self) -> None:
-        for child in psutil.Process().children(recursive=True):
-            if child.pid not in self._before:
-                with contextlib.suppress(psutil.Error):
-                    child.kill()
+        """With all their descendants: a compiler driver has children of its own."""
+        for pid in _child_pids() - self._before:
+            with contextlib.suppress(psutil.Error):
+                child = psutil.Process(pid)
+                for process in (*child.children(recursive=True), child):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
+
+
+def _child_pids() -> set[int]:
+    """This process's direct children, by the kernel's own list: psutil searches all of /proc, for milliseconds."""
+    pids: set[int] = set()
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as children:
+                pids.update(map(int, children.read().split()))
+    except OSError:  # not Linux, or a kernel without CONFIG_PROC_CHILDREN, or a thread that has just ended
+        return {child.pid for child in psutil.Process().children()}
+    return pids

@@ -92,15 +92,18 @@ class MetricsListener(Listener):
         self._fallbacks: Counter = factory.Counter(
             "torch_compile_fallbacks_total", "Times that eager code took over", ["model", "reason"]
         )
+        self._looked_up: dict[str, str] = {}
         self._observe: dict[tuple[str, str, str], Callable[[float], None]] = {}
 
-    def stage_started(self, stage: Stage) -> None:
-        if stage.parent is None:
-            self._ready.labels(_model(stage)).set(0)
+    def preparing(self, model: str) -> None:
+        self._ready.labels(model).set(0)
 
     def stage_ended(self, stage: Stage) -> None:
+        # a metric's first value makes a file: not inside of a boot of milliseconds
         if stage.name == "lookup" and "outcome" in stage.attributes:
-            self._lookups.labels(_model(stage), str(stage.attributes["outcome"])).inc()
+            self._looked_up[_model(stage)] = str(stage.attributes["outcome"])
+        elif stage.parent is None and (outcome := self._looked_up.pop(_model(stage), None)) is not None:
+            self._lookups.labels(_model(stage), outcome).inc()
 
     def ready(self, report: CompileReport) -> None:
         self._startup_seconds.labels(report.model, report.engine, report.outcome).set(report.seconds)

@@ -17,7 +17,6 @@ from opentelemetry.context import Context, get_current
 from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
 
 from bentoml_compile.listener import Call, Compile, Event, Listener, Stage, Value
-from bentoml_compile.report import CompileReport
 
 PREFIX = "torch_compile."
 
@@ -28,7 +27,7 @@ batched_requests: ContextVar[tuple[SpanContext, ...]] = ContextVar("batched_requ
 @dataclass(frozen=True, slots=True)
 class _Model:
     mode: str
-    startup: SpanContext | None
+    startup: SpanContext
 
 
 class SpanListener(Listener):
@@ -43,6 +42,9 @@ class SpanListener(Listener):
         self._spans: dict[Stage, Span] = {}
         self._models: dict[str, _Model] = {}
 
+    def preparing(self, model: str) -> None:
+        self._boot()  # makes its span, which must not count as the startup's time
+
     def stage_started(self, stage: Stage) -> None:
         self._spans[stage] = self._tracer.start_span(
             PREFIX + stage.name, context=self._parent(stage), start_time=stage.started_ns
@@ -56,13 +58,12 @@ class SpanListener(Listener):
         if stage.error is not None:
             _fail(span, stage.error, stage.ended_ns)
         span.end(stage.ended_ns)
-        if stage.parent is None:  # a child may be reported after its parent's end, but not after the root's
+        if stage.parent is None:
+            name, mode = stage.attributes.get("model"), stage.attributes.get("mode", "default")
+            self._models[str(name)] = _Model(str(mode), span.get_span_context())
+            # a child may be reported after its parent's end, but not after the root's
             for one in [one for one in list(self._spans) if _root(one) is stage]:
                 del self._spans[one]
-
-    def ready(self, report: CompileReport) -> None:
-        startup = next((span for stage, span in list(self._spans.items()) if _is_startup(stage, report.model)), None)
-        self._models[report.model] = _Model(report.mode, startup.get_span_context() if startup else None)
 
     def tracing(self) -> bool:
         return trace.get_current_span().get_span_context().trace_flags.sampled
@@ -131,7 +132,7 @@ def split_seconds(call: Call) -> dict[str, float]:
 def _links(model: _Model | None) -> list[Link]:
     requests = batched_requests.get()
     links = [Link(request) for request in requests] if len(requests) > 1 else []
-    if model is not None and model.startup is not None:
+    if model is not None:
         links.append(Link(model.startup))
     return links
 
@@ -153,7 +154,3 @@ def _root(stage: Stage) -> Stage:
     while stage.parent is not None:
         stage = stage.parent
     return stage
-
-
-def _is_startup(stage: Stage, model: str) -> bool:
-    return stage.parent is None and stage.attributes.get("model", model) == model
