@@ -174,6 +174,12 @@ def test_a_cache_object_is_refused_with_what_to_do(tmp_path: Path) -> None:
 # dynamic ranges
 
 
+def test_layers_that_export_shows_as_proxies_are_not_taken_for_changed(tmp_path: Path) -> None:
+    model, inputs = make("maskformer")
+    package = export.export_package(model, "forward", ExampleInput((), inputs), tmp_path, mode="default", options={})
+    assert package.library == "library.so"
+
+
 def test_dimensions_of_one_size_and_range_are_one_symbol(tmp_path: Path) -> None:
     leaf = exported(lambda m, x: x @ x, torch.rand(5, 5), dynamic={"x": {0: (2, 8), 1: (2, 8)}}, directory=tmp_path)
     assert leaf.inputs[0].sizes[0] == leaf.inputs[0].sizes[1]

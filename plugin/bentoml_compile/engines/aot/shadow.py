@@ -10,7 +10,7 @@ import contextlib
 import copy
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,11 +68,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 State = dict[str, Any]
 
 
-def read_state(model: nn.Module) -> State:
-    """Each plain value, and the identity of each other object, that the model's modules and hooks can reach."""
+def read_state(modules: Sequence[tuple[str, nn.Module]]) -> State:
+    """Each plain value, and the identity of each other object, that a model's named modules and hooks can reach."""
     state: State = {}
     seen: dict[int, Any] = {}  # holds the objects: a freed one's id may be used again
-    for name, module in model.named_modules():
+    for name, module in modules:
         _read(f"{name}.forward".lstrip("."), type(module).forward, state, seen)
         for key, value in vars(module).items():
             _read(f"{name}.{key}".lstrip("."), value, state, seen)

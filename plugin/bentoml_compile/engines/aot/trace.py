@@ -39,13 +39,15 @@ class Call(nn.Module):
         self._method = method
         self._example = example
         self._result = result
+        # found here: what torch.export shows forward are proxies, of new classes each time (torch 2.13.0, MaskFormer)
+        self._named = tuple(model.named_modules())
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = with_tensors((self._example.args, self._example.kwargs), iter(tensors))
         # read here: torch.export sets the attributes back that forward assigns
-        before, drawn = read_state(self.model), _random_state()
+        before, drawn = read_state(self._named), _random_state()
         output = eager_callable(self.model, self._method)(*args, **kwargs)
-        name = changed(before, read_state(self.model))
+        name = changed(before, read_state(self._named))
         if name is not None:
             self._result.problem = f"forward changes '{name}', which compiled code would not do"
         elif drawn != _random_state():
