@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from bentoml_compile.config import VerifyConfig
 from bentoml_compile.engines.aot.capi import LibraryError
 from bentoml_compile.engines.aot.export import export_package
 from bentoml_compile.engines.aot.package import AotExecutable, Leaf, Package, Weight, open_package
+from bentoml_compile.engines.dynamo import GuardMiss
 from bentoml_compile.engines.verify import compare
 from bentoml_compile.shapes import ExampleInput
 from tests.architectures import LENGTH, WORDS, make, tokens
@@ -113,6 +116,33 @@ def test_an_argument_may_come_by_position_or_by_name(bert: Compiled) -> None:
     assert_equal(bert.model, bert.executable, ids, mask)
     assert_equal(bert.model, bert.executable, ids, attention_mask=mask)
     assert_equal(bert.model, bert.executable, attention_mask=mask, input_ids=ids)
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
+        lambda: FlopCounterMode(display=False),
+    ],
+    ids=["autocast", "default device", "dispatch mode"],
+)
+def test_code_is_not_run_where_eager_would_do_something_else(
+    bert: Compiled, surroundings: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    with surroundings(), pytest.raises(GuardMiss):
+        bert.executable(**bert.inputs)
+    assert_equal(bert.model, bert.executable, **bert.inputs)
+
+
+def test_code_is_not_run_under_another_default_dtype(bert: Compiled) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(GuardMiss):
+            bert.executable(**bert.inputs)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_every_structure_and_constant_comes_back(odd: Compiled) -> None:
@@ -304,8 +334,7 @@ def test_hooks_run_and_autocast_and_autotuning_are_those_of_the_start(tmp_path: 
     for _ in range(2):
         inputs = fresh(made.inputs)
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-            expected = model(**inputs)
-        torch.testing.assert_close(made.executable(**inputs), expected, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(made.executable(**inputs), model(**inputs), rtol=0.02, atol=0.02)
         perturb(model)
     made.executable.close()
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from bentoml_compile.engines.aot.bound import BoundLibrary
 from bentoml_compile.engines.aot.library import Library, open_library
 from bentoml_compile.engines.aot.weights import Layout
+from bentoml_compile.engines.dynamo import GuardMiss
 from bentoml_compile.shapes import parameter_names
 
 PACKAGE_FILE = "package.json"
@@ -164,7 +165,8 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 class AotExecutable:
     """Calls the library as the model's method would be called: same arguments, same structure of the result.
 
-    Checks nothing: the caller has found that the call's signature is one that the package was made for.
+    Of the arguments it checks nothing: the caller has found that the call's signature is one that the package was made
+    for. Of torch's settings it checks those that change what eager would return, and that are baked into the code.
     """
 
     def __init__(self, package: Package, library: Library | BoundLibrary, names: Sequence[str]) -> None:
@@ -173,8 +175,22 @@ class AotExecutable:
         self._inputs = [_find(leaf.path, names) for leaf in package.inputs]
         self._spec = pytree.treespec_loads(package.output_spec)
         self._constants = sorted(package.output_constants)
+        self._device_type = torch.device(package.device).type
+        self._surroundings = _surroundings(self._device_type)  # those of the export: the fingerprint holds them
+        self._modes = _modes()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The method's result.
+
+        Raises:
+            GuardMiss: autocast or the default dtype is another than when the package was opened, or a torch mode (e.g.
+                `with torch.device(...)`, FakeTensorMode) would show eager's operators something else.
+            LibraryError, RuntimeError: as Library.run.
+        """
+        if (found := _surroundings(self._device_type)) != self._surroundings:
+            raise GuardMiss(f"autocast and default dtype are {found}, not {self._surroundings}")
+        if _modes() > self._modes:  # fewer is no matter: the boot's thread may have a default device, a worker's none
+            raise GuardMiss("a TorchFunctionMode or TorchDispatchMode is active")
         tensors = []
         for name, position, path in self._inputs:
             value = kwargs[name] if name in kwargs else args[position]
@@ -190,6 +206,20 @@ class AotExecutable:
     def close(self) -> None:
         """Waits for calls under way and frees the library; a later call raises RuntimeError."""
         self._library.close()
+
+
+def _surroundings(device_type: str) -> tuple[torch.dtype | None, torch.dtype]:
+    """Autocast's dtype on the device, if it is on, and the default dtype: both decide the dtypes of results."""
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    return autocast, torch.get_default_dtype()
+
+
+def _modes() -> int:
+    """How many torch modes this thread is in. Private, checked with torch 2.13.0; none is seen where it is missing."""
+    try:
+        return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    except AttributeError:
+        return 0
 
 
 def _find(path: tuple[Any, ...], names: Sequence[str]) -> tuple[str, int, tuple[Any, ...]]:
