@@ -49,6 +49,7 @@ class Boot:
     Attributes:
         seconds: of `compile_model`.
         max_error: largest absolute difference to eager over all floating outputs and inputs.
+        largest: absolute value of eager's outputs, which `max_error` is to be read against.
         problem: how a result is not eager's, or how the process ended; empty if all is well.
     """
 
@@ -57,6 +58,7 @@ class Boot:
     reason: str
     seconds: float
     max_error: float
+    largest: float
     problem: str
 
 
@@ -70,6 +72,7 @@ class Row:
     outcome_warm: str
     reason: str
     max_error: float
+    largest: float
     seconds_cold: float
     seconds_warm: float
     problem: str
@@ -98,6 +101,7 @@ def measure(name: str) -> Row:
         outcome_warm=warm.outcome,
         reason=cold.reason,
         max_error=max(cold.max_error, warm.max_error),
+        largest=max(cold.largest, warm.largest),
         seconds_cold=round(cold.seconds, 3),
         seconds_warm=round(warm.seconds, 3),
         problem=cold.problem or warm.problem or ("" if cold.engine == warm.engine else f"warm engine: {warm.engine}"),
@@ -109,20 +113,22 @@ def _in_process(name: str, store: str) -> Boot:
         try:
             return pool.submit(boot, name, store).result()
         except BrokenProcessPool:
-            return Boot("", "", "", 0.0, float("inf"), "the process crashed")
+            return Boot("", "", "", 0.0, 0.0, 0.0, "the process crashed")
 
 
 def boot(name: str, store: str) -> Boot:
     """Boots one model from the store, or into it if it is not there yet, and compares it with eager."""
     model, inputs = _make(name)
     compiled = compile_model(model, example_inputs=[inputs], name=name, config=CONFIG, default_store=Path(store))
-    problem, largest = "", 0.0
+    problem, error, largest = "", 0.0, 0.0
     for _ in range(INPUTS):
         example = ExampleInput((), _fresh(inputs))
-        comparison = compare(call(model, example.clone()), compiled(**example.kwargs), config=VerifyConfig())
-        problem, largest = problem or comparison.problem, max(largest, comparison.max_error)
+        expected = call(model, example.clone())
+        comparison = compare(expected, compiled(**example.kwargs), config=VerifyConfig())
+        problem, error = problem or comparison.problem, max(error, comparison.max_error)
+        largest = max(largest, _largest(expected))
     report = compiled.report
-    return Boot(report.engine, report.outcome, _reason(report), report.seconds, largest, problem)
+    return Boot(report.engine, report.outcome, _reason(report), report.seconds, error, largest, problem)
 
 
 def _make(name: str) -> Made:
@@ -151,6 +157,11 @@ def _other_values(tensor: torch.Tensor) -> torch.Tensor:
     return torch.randint_like(tensor, 0, int(tensor.max()) + 1)
 
 
+def _largest(output: Any) -> float:
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return max(float(tensor.abs().max()) for tensor in tensors if tensor.is_floating_point())
+
+
 def _reason(report: CompileReport) -> str:
     shapes = (shape.reason for shape in report.shapes if shape.reason)
     return report.engine_reason or report.fallback or next(shapes, "")
@@ -176,7 +187,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _line(row: Row) -> str:
-    cells = (row.model, row.engine, row.outcome_cold, row.outcome_warm, f"{row.max_error:.1e}")
+    cells = (row.model, row.engine, row.outcome_cold, row.outcome_warm, f"{row.max_error:.1e} of {row.largest:.1e}")
     times = (f"{row.seconds_cold:.1f}", f"{row.seconds_warm:.3f}", row.problem or row.reason)
     return f"| {' | '.join((*cells, *times))} |"
 

@@ -15,6 +15,7 @@ from torch import nn
 WORDS = 99
 LENGTH = 128  # of the odd model's ids: enough for Inductor to make a parallel region, were it allowed to
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 37}
+_WIDE = 0.2  # of initial weights, where the default's outputs are so small that any answer would be close
 _DETR_SIZES: dict[str, Any] = {
     **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
     **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
@@ -67,13 +68,17 @@ def _convnext() -> Made:
 
 
 def _mobilenet_v2() -> Made:
-    config = transformers.MobileNetV2Config(depth_multiplier=0.35, image_size=64)
+    config = transformers.MobileNetV2Config(depth_multiplier=0.35, image_size=64, initializer_range=_WIDE)
     return transformers.MobileNetV2ForImageClassification(config), images()
 
 
 def _segformer() -> Made:
     config = transformers.SegformerConfig(
-        hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16
+        hidden_sizes=[16, 16, 32, 32],
+        depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 1, 2, 2],
+        decoder_hidden_size=16,
+        initializer_range=_WIDE,
     )
     return transformers.SegformerForSemanticSegmentation(config), images()
 
@@ -133,7 +138,9 @@ def _mask2former() -> Made:
 
 
 def _distilbert() -> Made:
-    config = transformers.DistilBertConfig(vocab_size=WORDS, dim=32, n_layers=1, n_heads=4, hidden_dim=37)
+    config = transformers.DistilBertConfig(
+        vocab_size=WORDS, dim=32, n_layers=1, n_heads=4, hidden_dim=37, initializer_range=_WIDE
+    )
     return transformers.DistilBertForSequenceClassification(config), tokens()
 
 
