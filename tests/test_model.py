@@ -659,3 +659,50 @@ def test_half_precision_is_judged_by_its_distance_to_the_truth(make: Make) -> No
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)).eval().to(torch.bfloat16)
     report = make(model, [(torch.randn(4, 32, dtype=torch.bfloat16),)], backend="aot_eager").report
     assert report.shapes[0].engine == "jit"
+
+
+# the ahead-of-time engine, by real compiles
+
+
+def test_an_exported_model_boots_from_its_package_and_answers_from_any_thread(make: Make) -> None:
+    model, inductor = classifier(), {"backend": "inductor"}
+    cold = make(model, [{"ids": ids(2, 5)}], engine="auto", **inductor).report
+    assert (cold.engine, cold.outcome, cold.fullgraph, cold.engine_reason) == ("aot", "compiled", True, "")
+    recorder = Recorder()
+    compiled = make(model, [{"ids": ids(2, 5)}], engine="auto", recorder=recorder, **inductor)
+    assert (compiled.report.engine, compiled.report.outcome) == ("aot", "loaded")
+    assert recorder.stage_names() == ["lookup", "load", "startup"]
+    answers: list[Any] = []
+    threads = [threading.Thread(target=lambda: answers.append(compiled(ids=ids(2, 5))["logits"])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for answer in answers:
+        torch.testing.assert_close(answer, model(ids(2, 5))["logits"])
+    assert len(answers) == 8
+    wrong = ids(2, 5) + 7
+    with pytest.raises(IndexError):
+        compiled(ids=wrong)
+    model.load_state_dict(Classifier().state_dict())
+    torch.testing.assert_close(compiled(ids=ids(2, 5)), model(ids(2, 5)))
+
+
+def test_auto_says_why_a_model_is_traced_and_aot_refuses_it(make: Make) -> None:
+    class Counting(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
+            self.calls += 1
+            return super().forward(ids)
+
+    with pytest.raises(ConfigError, match=r"cannot be exported: .*calls.*'auto'"):
+        make(Counting().eval(), [{"ids": ids()}], backend="inductor", engine="aot")
+
+
+@pytest.mark.parametrize("config", [{"fullgraph": "allow_breaks"}, {"dynamic": True}, {"backend": "eager"}])
+def test_aot_refuses_settings_that_only_torch_compile_can_follow(make: Make, config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="engine='aot'"):
+        make(**{"backend": "inductor", **config}, engine="aot")

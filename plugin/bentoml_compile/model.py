@@ -274,7 +274,10 @@ class CompiledModel:
             del _open_models[self.report.model]
         if self._artifact is not None:
             self._artifact.release()
+        shapes = self._serving.exact.values()
         self.__dict__.update(_artifact=None, _serving=_Serving.of(self._closed, ()), _rejects=False)
+        for shape in shapes:
+            shape.serve_eagerly("closed")  # waits for calls that are under way
 
     def _closed(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"model {self.report.model!r} is closed")

@@ -37,7 +37,9 @@ class PreparedShape:
         self.engine, self.run, self.reason = engine, run, ""
 
     def serve_eagerly(self, reason: str) -> None:
-        self.engine, self.run, self.reason = "eager", None, reason
+        run, self.engine, self.run, self.reason = self.run, "eager", None, reason
+        if close := getattr(run, "close", None):  # a library has memory of its own
+            close()
 
     def forget(self) -> None:
         """Back to what it was before anything was found out about it."""

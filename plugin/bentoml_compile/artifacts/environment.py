@@ -159,7 +159,7 @@ def _compiler_overrides() -> Iterator[str]:
     describer = Describer()
     for module in ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"):
         config = sys.modules.get(module)
-        ignored = tuple(getattr(config, "_cache_config_ignore_prefix", ()))
+        ignored = (*getattr(config, "_cache_config_ignore_prefix", ()), *_WRITTEN_BY_COMPILING)
         for name, entry in sorted(getattr(config, "_config", {}).items()):
             value = _override(entry)
             # torch leaves an override behind that equals the default whenever it patches and unpatches.
@@ -170,6 +170,7 @@ def _compiler_overrides() -> Iterator[str]:
 
 
 _UNSET = object()
+_WRITTEN_BY_COMPILING = ("aot_inductor.metadata",)  # AOTInductor notes there what it has compiled for (torch 2.13)
 
 
 def _override(entry: Any) -> Any:
