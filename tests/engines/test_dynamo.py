@@ -143,6 +143,20 @@ def test_an_inductor_cache_directory_holds_for_the_block_only(tmp_path: Path) ->
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
 
 
+def test_what_is_known_of_the_cpus_vector_isa_is_forgotten_for_a_self_contained_cache(tmp_path: Path) -> None:
+    from torch._inductor import config, cpu_vec_isa
+
+    isa = cpu_vec_isa.VecAVX2()
+    with config.patch({"cpp.vec_isa_ok": True}):
+        bool(isa)
+        cpu_vec_isa.valid_vec_isa_list()
+    known = [cpu_vec_isa.valid_vec_isa_list, vars(cpu_vec_isa.VecISA)["_VecISA__bool__impl"]]
+    with dynamo.inductor_cache(tmp_path, self_contained=False):
+        assert all(function.cache_info().currsize for function in known)
+    with dynamo.inductor_cache(tmp_path):
+        assert not any(function.cache_info().currsize for function in known)
+
+
 def test_options_go_on_top_of_the_modes_for_inductor_and_alone_to_others() -> None:
     tuned = jit._backend(CompileConfig(mode="max-autotune", options={"max_autotune": False}))
     assert tuned["options"] == {**torch._inductor.list_mode_options("max-autotune"), "max_autotune": False}

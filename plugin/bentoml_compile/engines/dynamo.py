@@ -194,8 +194,10 @@ def _clear_isa_memory() -> None:
         from torch._inductor import cpu_vec_isa
 
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
-        for isa in cpu_vec_isa.supported_vec_isa_list:
-            type(isa).__bool__.cache_clear()  # type: ignore[attr-defined]
+        for kind in {base for isa in cpu_vec_isa.supported_vec_isa_list for base in type(isa).__mro__}:
+            for attribute in vars(kind).values():
+                if hasattr(attribute, "cache_clear"):  # functools.cache, on methods that compile a probe
+                    attribute.cache_clear()
     except (ImportError, AttributeError):
         logger.debug("torch %s keeps the CPU's vector ISA in another place", torch.__version__)
 

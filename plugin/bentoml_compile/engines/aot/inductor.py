@@ -54,6 +54,8 @@ def compile_program(
         archive = Path(work, "package.pt2")
         with (
             inductor_cache(Path(work, "cache"), self_contained=False),
+            # AOTInductor notes there what it has compiled for, which later became part of torch.compile's cache keys
+            torch._inductor.config.patch({"aot_inductor.metadata": {}}),
             torch.autocast(device.type, enabled=False),  # the casts are in the traced graph already
         ):
             torch._inductor.aoti_compile_and_package(program, package_path=str(archive), inductor_configs=configs)
