@@ -109,6 +109,11 @@ def _in_larger(tensor: torch.Tensor, *, start: int, step: int) -> torch.Tensor:
     )
 
 
+def _negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values behind the negative bit: the memory holds minus them."""
+    return torch.complex(tensor, -tensor).conj().imag if tensor.dtype in (torch.float32, torch.float64) else tensor
+
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor,
@@ -117,6 +122,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every second": lambda tensor: _in_larger(tensor, start=0, step=2),
     "with offset": lambda tensor: _in_larger(tensor, start=3, step=1),
     "unaligned": lambda tensor: _in_larger(tensor, start=1, step=1),
+    "negative": _negative_view,
     "sparse": lambda tensor: tensor.to_sparse(),
 }
 
@@ -191,6 +197,8 @@ WRONG = {
     "no mask": lambda ids, mask, extra: ((ids,), {"extra": extra, "flag": True, "scale": 2.0}),
     "only tensors": lambda ids, mask, extra: ((ids, mask, extra), {}),
     "too many": lambda ids, mask, extra: ((ids, mask, extra, True, 2.0, ids), {}),
+    "twice": lambda ids, mask, extra: ((ids,), _as_prepared(ids, mask, extra)[1]),
+    "all twice": lambda ids, mask, extra: ((ids, mask, extra, True, 2.0), _as_prepared(ids, mask, extra)[1]),
     "two ids": lambda ids, mask, extra: ((mask,), _as_prepared(ids, mask, extra)[1]),
     "swapped": lambda ids, mask, extra: _as_prepared(mask, ids, extra),
     "one for two": lambda ids, mask, extra: _as_prepared(mask, mask, extra),

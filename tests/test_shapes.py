@@ -52,7 +52,9 @@ def test_everything_that_compiled_code_depends_on_is_in_the_signature(other: Any
     assert not same({"ids": ONES}, {"ids": other})
 
 
-@pytest.mark.parametrize(("left", "right"), [(1, 2), (1, True), (1, 1.0), ("a", "b"), (None, False), ([1], (1,))])
+@pytest.mark.parametrize(
+    ("left", "right"), [(1, 2), (1, True), (1, 1.0), ("a", "b"), (None, False), ([1], (1,)), (0.0, -0.0)]
+)
 def test_constants_differ_by_type_and_value(left: Any, right: Any) -> None:
     assert not same({"flag": left}, {"flag": right})
     assert same({"flag": left}, {"flag": left})
@@ -84,11 +86,21 @@ def test_a_fitted_call_has_the_examples_strides_and_the_calls_values() -> None:
     assert again[0].data_ptr() == ONES.data_ptr()
 
 
+def test_an_argument_that_is_given_twice_has_no_signature() -> None:
+    assert signature_of(NAMES, (ONES,), {"ids": ONES}) is None
+
+
 def test_an_absent_argument_is_not_none() -> None:
     assert not same({"ids": ONES}, {"ids": ONES, "mask": None})
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2, 2).to_sparse(), lambda: 0])
+def test_a_container_that_holds_itself_has_no_signature() -> None:
+    endless: dict[str, Any] = {"ids": ONES}
+    endless["self"] = endless
+    assert signature_of(NAMES, (), {"ids": endless}) is None
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2, 2).to_sparse(), torch._neg_view(ONES), lambda: 0])
 def test_what_cannot_be_compared_has_no_signature(value: Any) -> None:
     assert signature_of(NAMES, (), {"ids": value}) is None
 

@@ -89,8 +89,10 @@ def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
         items = [(name, _leaf(value)) for name, value in kwargs.items()]
         if args:
             items += [(_name(names, index), _leaf(value)) for index, value in enumerate(args)]
-        return frozenset(items)
-    except _NoSignature:
+        signature = frozenset(items)
+        # an argument that comes twice, by position and by name, is a TypeError for the model to raise
+        return signature if len(signature) == len(items) else None
+    except (_NoSignature, RecursionError):  # a container may hold itself
         return None
 
 
@@ -152,12 +154,14 @@ class _NoSignature(Exception):
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_neg() or value.is_conj():  # lazy: the memory differs
             raise _NoSignature
         # Dynamo's guards tell inference tensors from others, by their dispatch keys
         state = (value.requires_grad, value.is_inference())
         return (type(value), value.dtype, value.shape, value.stride(), value.device, state)
     kind = type(value)
+    if kind is float:
+        return (kind, value.hex())  # 0.0 equals -0.0 and NaN not itself
     if kind in _CONSTANTS:
         return (kind, value)
     if kind is dict or isinstance(value, Mapping):

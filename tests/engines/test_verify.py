@@ -93,6 +93,17 @@ class Opaque:
     value: int
 
 
+class Cache:
+    def __init__(self, value: float) -> None:
+        self.layers = [{"keys": torch.full((2,), value)}]
+        self.owner = self
+
+
+def test_objects_are_compared_by_their_attributes() -> None:
+    assert problem((torch.ones(1), Cache(1.0)), (torch.ones(1), Cache(1.0))) == ""
+    assert "not close" in problem((torch.ones(1), Cache(1.0)), (torch.ones(1), Cache(1.5)))
+
+
 def test_outputs_that_are_no_tensors_are_compared_by_value() -> None:
     assert problem((torch.ones(1), Opaque(1)), (torch.ones(1), Opaque(1))) == ""
     assert problem((torch.ones(1), Opaque(1)), (torch.ones(1), Opaque(2))) != ""

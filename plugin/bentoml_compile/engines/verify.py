@@ -60,13 +60,29 @@ def compare(
     return Comparison(largest)
 
 
-def _opened(output: Any) -> Any:
-    """Dataclasses that pytree does not know, as dicts of their fields."""
+def _opened(output: Any, depth: int = 0) -> Any:
+    """Objects that pytree does not know and that do not compare by value, as dicts of their attributes.
+
+    Such as dataclasses (whose == asks a tensor for its truth) and transformers' caches.
+    """
     return pytree.tree_map_only(
-        lambda leaf: dataclasses.is_dataclass(leaf) and not isinstance(leaf, type),
-        lambda leaf: {field.name: _opened(getattr(leaf, field.name)) for field in dataclasses.fields(leaf)},
+        lambda leaf: depth < _DEEPEST and _is_opaque(leaf),
+        lambda leaf: {name: _opened(value, depth + 1) for name, value in vars(leaf).items()},
         output,
     )
+
+
+_DEEPEST = 8  # an object may hold itself
+
+
+def _is_opaque(leaf: Any) -> bool:
+    if isinstance(leaf, (torch.Tensor, type)) or callable(leaf) or not hasattr(leaf, "__dict__"):
+        return False
+    return dataclasses.is_dataclass(leaf) or _compares_by_identity(leaf)
+
+
+def _compares_by_identity(value: Any) -> bool:
+    return getattr(type(value), "__eq__", None) is getattr(object, "__eq__")  # noqa: B009
 
 
 def _truth(expected: list[Any], reference: Callable[[], Any] | None) -> list[Any]:
@@ -84,7 +100,7 @@ def _compare_leaf(want: Any, got: Any, exact: Any, config: VerifyConfig) -> tupl
             return 0.0, ""
         if type(want) is not type(got):
             return float("inf"), f"a {type(got).__name__} instead of a {type(want).__name__}"
-        if getattr(type(want), "__eq__", None) is getattr(object, "__eq__"):  # noqa: B009
+        if _compares_by_identity(want):
             return float("inf"), f"a {type(want).__name__} cannot be compared; set verify to false to serve it compiled"
         return (0.0, "") if want == got or want != want else (float("inf"), f"{got!r} instead of {want!r}")
     for what in ("dtype", "shape", "device", "layout"):
