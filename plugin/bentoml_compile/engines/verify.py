@@ -60,19 +60,20 @@ def compare(
     return Comparison(largest)
 
 
-def _opened(output: Any, depth: int = 0) -> Any:
+def _opened(output: Any, around: tuple[int, ...] = ()) -> Any:
     """Objects that pytree does not know and that do not compare by value, as dicts of their attributes.
 
     Such as dataclasses (whose == asks a tensor for its truth) and transformers' caches.
     """
-    return pytree.tree_map_only(
-        lambda leaf: depth < _DEEPEST and _is_opaque(leaf),
-        lambda leaf: {name: _opened(value, depth + 1) for name, value in vars(leaf).items()},
-        output,
-    )
 
+    def open_leaf(leaf: Any) -> Any:
+        if not _is_opaque(leaf):
+            return leaf
+        if id(leaf) in around:
+            return f"the {type(leaf).__name__} around it"
+        return {name: _opened(value, (*around, id(leaf))) for name, value in vars(leaf).items()}
 
-_DEEPEST = 8  # an object may hold itself
+    return pytree.tree_map(open_leaf, output)
 
 
 def _is_opaque(leaf: Any) -> bool:
