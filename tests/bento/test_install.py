@@ -37,7 +37,9 @@ import prometheus_client
 from bentoml_compile.bento import boot
 from bentoml_compile.listener import Listeners, Timeline
 {setup}
-with Timeline(Listeners(boot.listeners())).stage("startup", model="script"):
+listeners = Listeners(boot.listeners())
+listeners.tell("preparing", "script")
+with Timeline(listeners).stage("startup", model="script"):
     pass
 boot.listeners()  # a second model
 print(prometheus_client.generate_latest().decode())

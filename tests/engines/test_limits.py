@@ -105,7 +105,8 @@ def test_the_error_of_a_killed_compiler_counts_as_the_limit() -> None:
 
 
 TERMINATED = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background is started with it ignored
 from bentoml_compile.engines.limits import prompt_termination
 with prompt_termination():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
