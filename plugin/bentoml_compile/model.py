@@ -195,8 +195,8 @@ class CompiledModel:
     """Calls a model's method: compiled where the input's signature was prepared, else as `on_unprepared` says.
 
     Takes and returns exactly what the method does, from any thread, always under `torch.inference_mode()`. Reads the
-    model's attributes through. What is changed on the model after start-up is not seen by ahead-of-time code; under jit,
-    Dynamo's guards notice much of it, and such calls run eagerly. Weights replaced in place are fine with both.
+    model's attributes through. What is changed on the model after start-up is not seen by ahead-of-time code; under
+    jit, Dynamo's guards notice much of it, and such calls run eagerly. Weights replaced in place are fine with both.
 
     Attributes:
         report: what the boot did.
