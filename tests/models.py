@@ -24,6 +24,18 @@ class Classifier(nn.Module):
         return {"logits": torch.tanh(self.head(hidden.mean(1))) * self.scale}
 
 
+class Counting(Classifier):
+    """Keeps a state: every call changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return super().forward(ids, mask)
+
+
 class Broken(nn.Module):
     """Two graph breaks, and a branch that depends on values."""
 

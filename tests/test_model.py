@@ -22,7 +22,7 @@ from torch import nn
 from bentoml_compile.errors import ConfigError, GraphBreakError, UnpreparedInputError, VerificationError
 from bentoml_compile.listener import Call, Listener, Stage
 from bentoml_compile.model import CompiledModel, compile_model, explaining
-from tests.models import Broken, Classifier, classifier, ids
+from tests.models import Broken, Classifier, Counting, classifier, ids
 
 FAST = {"backend": "eager", "keep_eager_if_slower": False}
 BOTH = [{"ids": ids(2, 5)}, {"ids": ids(4, 7)}]
@@ -622,15 +622,6 @@ def test_a_backend_or_option_unknown_to_torch_is_refused_with_the_nearest(make: 
 
 
 def test_a_boot_leaves_buffers_and_random_state_as_they_were(make: Make) -> None:
-    class Counting(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
-            self.calls += 1
-            return super().forward(ids)
-
     model = Counting().eval()
     torch.manual_seed(7)
     expected = torch.rand(1)
@@ -689,15 +680,6 @@ def test_an_exported_model_boots_from_its_package_and_answers_from_any_thread(ma
 
 
 def test_auto_says_why_a_model_is_traced_and_aot_refuses_it(make: Make) -> None:
-    class Counting(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, ids: torch.Tensor) -> Any:  # type: ignore[override]
-            self.calls += 1
-            return super().forward(ids)
-
     with pytest.raises(ConfigError, match=r"cannot be exported: .*calls.*'auto'"):
         make(Counting().eval(), [{"ids": ids()}], backend="inductor", engine="aot")
 
