@@ -20,7 +20,8 @@ import transformers
 from torch import nn
 
 from bentoml_compile.artifacts.describe import Describer
-from bentoml_compile.artifacts.fingerprint import Fingerprint, fingerprint, hash_files
+from bentoml_compile.artifacts.fingerprint import Fingerprint, fingerprint
+from bentoml_compile.artifacts.hashing import hash_sources
 from bentoml_compile.config import CompileConfig
 
 
@@ -381,9 +382,9 @@ def test_the_source_files_of_hooks_and_classes_are_met_and_torchs_are_not() -> N
 def test_hashed_files_tell_an_edit_and_a_missing_file(tmp_path: Path) -> None:
     helper = tmp_path / "helper.py"
     helper.write_text("x = 1")
-    before = hash_files([str(helper), str(tmp_path / "gone.py")])
+    before = hash_sources([str(helper), str(tmp_path / "gone.py")])
     helper.write_text("x = 2")
-    after = hash_files([str(helper), str(tmp_path / "gone.py")])
+    after = hash_sources([str(helper), str(tmp_path / "gone.py")])
     assert before[str(helper)] != after[str(helper)]
     assert after[str(tmp_path / "gone.py")] == "missing"
 

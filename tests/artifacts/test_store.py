@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bentoml_compile.artifacts.fingerprint import Fingerprint, hash_files
+from bentoml_compile.artifacts.fingerprint import Fingerprint
+from bentoml_compile.artifacts.hashing import hash_sources
 from bentoml_compile.artifacts.lock import try_lock
 from bentoml_compile.artifacts.manifest import MANIFEST
 from bentoml_compile.artifacts.store import Artifact, Refusal, Store
@@ -122,7 +123,7 @@ def test_a_miss_names_the_attribute_that_differs(store: Store) -> None:
 def test_an_edited_source_file_is_a_miss_until_the_edit_is_taken_back(store: Store, tmp_path: Path) -> None:
     helper = tmp_path / "helper.py"
     helper.write_text("SCALE = 1")
-    make(store, sources=hash_files([str(helper)]))
+    make(store, sources=hash_sources([str(helper)]))
     helper.write_text("SCALE = 2")
     assert reasons(store) == [f"source changed: {helper}"]
     helper.unlink()
@@ -392,7 +393,7 @@ def test_a_refusal_is_remembered_until_a_source_changes(store: Store, tmp_path: 
     source = tmp_path / "model.py"
     source.write_text("print()")
     broken = GraphBreak(str(source), 1, "print()", "a call of print", "remove it")
-    refusal = Refusal("2 graph breaks", (broken, broken), hash_files([str(source)]))
+    refusal = Refusal("2 graph breaks", (broken, broken), hash_sources([str(source)]))
     assert store.refusal("encoder", FINGERPRINT) is None
     store.remember_refusal("encoder", FINGERPRINT, refusal)
     assert store.refusal("encoder", FINGERPRINT) == refusal

@@ -9,11 +9,11 @@ from torch import nn
 from bentoml_compile.artifacts.axes import FORMAT, Fingerprint
 from bentoml_compile.artifacts.describe import Describer
 from bentoml_compile.artifacts.environment import environment_axes
-from bentoml_compile.artifacts.hashing import hash_files, short_hash
+from bentoml_compile.artifacts.hashing import short_hash
 from bentoml_compile.artifacts.structure import model_axes
 from bentoml_compile.config import CompileConfig
 
-__all__ = ["Fingerprint", "fingerprint", "hash_files"]
+__all__ = ["Fingerprint", "fingerprint"]
 
 # they decide about serving and storing only; what was measured is kept, and asked for or not by each boot
 _NOT_IN_CODE = {"enabled", "on_unprepared", "time_limit", "artifacts", "keep_eager_if_slower"}

@@ -90,11 +90,6 @@ def _global_hash(values: Mapping[str, Any], name: str) -> str:
     return "missing" if text is None else hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-def hash_files(paths: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of each file's content by its path, "missing" where it cannot be read."""
-    return {path: file_hash(path) for path in sorted(set(paths))}
-
-
 def file_hash(path: str | Path) -> str:
     """The SHA-256 of a file's content, "missing" if it cannot be read."""
     digest = hashlib.sha256()
