@@ -25,15 +25,15 @@ serve: $(INSTALLED) ## the example service on http://localhost:3000 (PORT=...), 
 	fi; \
 	exec $(BIN)/bentoml serve --port $(PORT)
 
-test: $(INSTALLED) ## all tests, the slowest last
-	$(BIN)/python -m pytest tests
+test: $(INSTALLED) ## all tests, in two processes, the slowest last
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## cold and warm boots: a table, benchmarks/results/boot.json and boot.png
+bench: $(INSTALLED) ## boots of the example service, and of two models by torch's other ways (half an hour)
 	$(BIN)/python -m benchmarks.boot
 
 soak: $(INSTALLED) ## the long-running tests
@@ -48,6 +48,7 @@ clean: ## remove what the targets above made, except the virtual environment
 
 # The stamp is newer than what it was made from, and goes away with the environment.
 $(INSTALLED): pyproject.toml constraints.txt requirements.txt
+	@echo "Installing what is needed into .venv; this takes some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' torch==2.13.0
 	touch $@

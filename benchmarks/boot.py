@@ -1,9 +1,11 @@
-"""How long the example service takes to boot: eager, cold (nothing stored) and warm (from the artifact).
+"""How long a boot takes: the example service as a whole, and one model by each way to keep compiled code.
 
     make bench
+    python -m benchmarks.boot --only models --rounds 1
 
-Every round starts `bentoml serve` four times: eagerly, cold with an empty BENTOML_HOME, and twice warm with that same
-home. Prints a table and writes benchmarks/results/boot.json and boot.png. Decides nothing by a time.
+The service: every round starts `bentoml serve` four times: eagerly, cold with an empty BENTOML_HOME, and twice warm
+with that same home. The models: see boot_ways.py. Prints tables and writes benchmarks/results/boot.json and boot.png; a
+part that is not run keeps its figures there. Decides nothing by a time.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
 
-from benchmarks import boot_plot, machine, spans
+from benchmarks import boot_plot, boot_ways, machine, spans
 from tests.servers import Server
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -48,20 +50,36 @@ class Boot:
 
 def main() -> None:
     arguments = _arguments()
-    boots = [boot for round_ in range(arguments.rounds) for boot in _round(round_)]
-    result = {"machine": machine.describe(), "boots": [asdict(boot) for boot in boots], "medians": _medians(boots)}
-    print(_table(boots))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "boot.json").write_text(json.dumps(result, indent=1) + "\n")
-    boot_plot.draw(result, RESULTS / "boot.png")
+    if arguments.only != "models":
+        _keep(arguments.into, _service(arguments.rounds))
+    if arguments.only != "service":
+        _keep(arguments.into, {"models": boot_ways.measure(arguments.rounds)})
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="one eager, one cold and two warm boots each (default: 3)"
+        "--rounds",
+        type=int,
+        default=3,
+        help="of the service: one eager, one cold, two warm boots; of a model: one boot in each way (default: 3)",
     )
+    parser.add_argument("--only", choices=("service", "models"), help="only this part")
+    parser.add_argument("--into", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     return parser.parse_args()
+
+
+def _service(rounds: int) -> dict[str, object]:
+    boots = [boot for round_ in range(rounds) for boot in _round(round_)]
+    print(_table(boots))
+    return {"machine": machine.describe(), "boots": [asdict(boot) for boot in boots], "medians": _medians(boots)}
+
+
+def _keep(directory: Path, figures: Mapping[str, object]) -> None:
+    """Lays the figures over those of earlier runs, and draws the service's if there are any."""
+    result = boot_ways.keep(directory, figures)
+    if "boots" in result:
+        boot_plot.draw(result, directory / "boot.png")
 
 
 def _round(number: int) -> Iterable[Boot]:

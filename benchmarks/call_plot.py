@@ -33,8 +33,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def _bars(axes: Any, rows: list[dict[str, Any]], value: str, title: str) -> None:
     colours = [OURS if row["way"].startswith("ours") else OTHERS for row in rows]
     bars = axes.barh([row["way"] for row in rows], [row[value] for row in rows], color=colours, height=0.6)
-    axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+    axes.bar_label(bars, fmt=_label, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, fontsize=9)
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

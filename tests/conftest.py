@@ -7,12 +7,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bentoml_compile.artifacts.patience import Patience
 from tests.servers import Server
 
 COLD_BOOT = 900.0  # seconds until a cold boot counts as failed; a busy machine takes minutes
+EXAMPLE = ("tests/test_example_service.py", "tests/test_bento.py")  # the files that use the example service
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 os.environ["BENTOML_DO_NOT_TRACK"] = "True"
@@ -30,6 +33,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but those that use `example` in one process: each process would compile it again."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return EXAMPLE[0] if file in EXAMPLE else file
+
+    return Together(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_given_up() -> None:
+    """A remote that was too slow in one test is asked in the next."""
+    Patience.forget_all()
 
 
 @pytest.fixture(scope="session")

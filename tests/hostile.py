@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,7 +154,7 @@ DTYPES = (
     torch.float16,
     torch.complex64,
 )
-SIZES = (
+SIZES: tuple[tuple[int, ...], ...] = (
     (BATCH, LENGTH),
     (1, LENGTH),
     (BATCH, LENGTH - 1),
@@ -269,11 +269,12 @@ class HostileCall:
     changed: tuple[tuple[str, Given], ...] = ()
     structure: str = "keywords"
     under: str = "nothing"
+    length: int = LENGTH
 
-    @property
-    def is_as_prepared(self) -> bool:
-        """Whether only values differ from the prepared call, harmlessly: it must be served compiled."""
-        return not self.changed and self.structure in RIGHT and self.under in _HARMLESS_SURROUNDINGS
+    def is_as_prepared(self, lengths: Container[int]) -> bool:
+        """Whether only values, or the length among the prepared ones, differ harmlessly: it must be served compiled."""
+        right = self.structure in RIGHT and self.under in _HARMLESS_SURROUNDINGS
+        return right and not self.changed and self.length in lengths
 
     @property
     def has_meta(self) -> bool:
@@ -283,15 +284,20 @@ class HostileCall:
     def build(self) -> Arguments:
         """Positional and keyword arguments."""
         tensors = {name: replace(given, seed=self.seed + place) for place, (name, given) in enumerate(PREPARED.items())}
-        made = {name: given.build() for name, given in {**tensors, **dict(self.changed)}.items()}
+        made = {name: self._sized(name, given).build() for name, given in {**tensors, **dict(self.changed)}.items()}
         extra = {"pair": (made["left"], made["right"]), "images": [made["image"]], "columns": made["columns"]}
         return STRUCTURES[self.structure](made["ids"], made["mask"], extra)
+
+    def _sized(self, name: str, given: Given) -> Given:
+        if name not in ("ids", "mask"):
+            return given
+        return replace(given, sizes=tuple(self.length if size == LENGTH else size for size in given.sizes))
 
     def surroundings(self) -> AbstractContextManager[Any]:
         return SURROUNDINGS[self.under]()
 
 
-_CHOICES = {
+_CHOICES: dict[str, Sequence[Any]] = {
     "sizes": SIZES,
     "dtype": DTYPES,
     "values": sorted(VALUES),
@@ -314,4 +320,5 @@ def hostile_calls(draw: st.DrawFn) -> HostileCall:
     changed = draw(st.lists(_changes(), max_size=2, unique_by=lambda change: change[0]))
     structure = draw(st.one_of(st.sampled_from(sorted(RIGHT)), st.sampled_from(sorted(STRUCTURES))))
     under = draw(st.one_of(st.just("nothing"), st.sampled_from(sorted(SURROUNDINGS))))
-    return HostileCall(draw(st.integers(0, 1000)), tuple(changed), structure, under)
+    length = draw(st.one_of(st.just(LENGTH), st.integers(0, LENGTH + 2)))
+    return HostileCall(draw(st.integers(0, 1000)), tuple(changed), structure, under, length)

@@ -1,4 +1,4 @@
-"""The process that makes hostile calls: `python -m tests.hostile_process ENGINE POLICY EXAMPLES STORE LAST`.
+"""The process that makes hostile calls: `python -m tests.hostile_process ENGINE[-ranges] POLICY EXAMPLES STORE LAST`.
 
 Exits with 0 if every call ended as eager's did. What it is about to call stands in the file LAST, for the case that
 nothing comes after.
@@ -22,7 +22,7 @@ from bentoml_compile.engines.verify import compare
 from bentoml_compile.errors import UnpreparedInputError
 from bentoml_compile.listener import Call, Listener
 from bentoml_compile.model import CompiledModel, compile_model
-from tests.hostile import HostileCall, Tagger, hostile_calls
+from tests.hostile import LENGTH, HostileCall, Tagger, hostile_calls
 
 
 class Recorder(Listener):
@@ -52,12 +52,14 @@ class Outcome:
             return cls(error=error)
 
 
-def check(model: Tagger, compiled: CompiledModel, recorder: Recorder, call: HostileCall, *, rejects: bool) -> None:
+def check(
+    model: Tagger, compiled: CompiledModel, recorder: Recorder, call: HostileCall, lengths: range, *, rejects: bool
+) -> None:
     """Raises AssertionError unless the call ends as eager's, or is refused where that is the policy."""
     expected = Outcome.of(torch.inference_mode()(model.forward), call)
     actual = Outcome.of(compiled, call)
     assert compiled.recompiles == 0, "compiled inside of the call"
-    if call.is_as_prepared:
+    if call.is_as_prepared(lengths):
         last = recorder.last
         assert last is not None
         assert expected.error is None, expected.error
@@ -82,7 +84,10 @@ def _comparable(result: Any, call: HostileCall) -> Any:
     return pytree.tree_map_only(torch.Tensor, comparable, result)
 
 
-def main(engine: str, policy: str, examples: int, store: Path, last: Path) -> None:
+def main(name: str, policy: str, examples: int, store: Path, last: Path) -> None:
+    engine, _, ranges = name.partition("-")
+    lengths = range(1 if ranges else LENGTH, LENGTH + 1)
+    dynamic = {argument: {"1": [lengths[0], lengths[-1]]} for argument in ("ids", "mask")} if ranges else None
     logging.getLogger("bentoml_compile").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -92,8 +97,8 @@ def main(engine: str, policy: str, examples: int, store: Path, last: Path) -> No
     compiled = compile_model(
         model,
         example_inputs=[example],
-        name=engine,
-        config={"engine": engine, "on_unprepared": policy, "keep_eager_if_slower": False},
+        name=name,
+        config={"engine": engine, "on_unprepared": policy, "keep_eager_if_slower": False, "dynamic": dynamic},
         listeners=[recorder],
         default_store=store,
     )
@@ -111,7 +116,7 @@ def main(engine: str, policy: str, examples: int, store: Path, last: Path) -> No
     @given(hostile_calls())
     def every_call(call: HostileCall) -> None:
         last.write_text(repr(call))
-        check(model, compiled, recorder, call, rejects=policy == "reject")
+        check(model, compiled, recorder, call, lengths, rejects=policy == "reject")
 
     every_call()
 

@@ -27,6 +27,8 @@ class Classifier(nn.Module):
 class Counting(Classifier):
     """Keeps a state: every call changes a buffer."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))

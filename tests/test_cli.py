@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from bentoml_compile.artifacts.artifact import Artifact
 from bentoml_compile.artifacts.axes import Fingerprint
 from bentoml_compile.artifacts.store import Store
 from bentoml_compile.cli import main
+from tests.forked import Forked
 
 SECOND = 10**9
 START = 1_700_000_000 * SECOND
@@ -102,14 +104,16 @@ def test_prune_refuses_what_it_does_not_understand(store: Store, arguments: tupl
     assert len(store.artifacts()) == 1
 
 
-def test_the_listing_does_not_import_torch(store: Store) -> None:
+@pytest.mark.parametrize("arguments", [["artifacts"], ["trace", os.devnull], ["--help"]], ids=" ".join)
+def test_what_needs_no_model_starts_without_what_is_slow_to_import(store: Store, arguments: list[str]) -> None:
     make(store, "encoder")
-    script = """
+    script = f"""
         import sys
         from click.testing import CliRunner
         from bentoml_compile.cli import main
-        assert "encoder" in CliRunner().invoke(main, ["artifacts"]).output
-        assert "torch" not in sys.modules
+        result = CliRunner().invoke(main, {arguments!r})
+        assert result.exit_code == 0 and result.output, result
+        assert not {{"torch", "_bentoml_sdk", "cryptography", "fsspec"}} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
@@ -153,21 +157,27 @@ class Crash:
 """
 
 
-def explain(folder: Path, target: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    """Each service is made in a process of its own, since BentoML keeps its config there."""
+    with Forked("torch._dynamo", "_bentoml_sdk.service", "bentoml_compile.bento.compile") as forked:
+        yield forked
+
+
+def explain(forked: Forked, folder: Path, target: str) -> subprocess.CompletedProcess[str]:
     (folder / "service.py").write_text(SERVICE)
     environment = {**os.environ, "BENTOML_HOME": str(folder / "home"), "BENTOML_DO_NOT_TRACK": "True"}
-    command = [sys.executable, "-c", "from bentoml_compile.cli import main; main()", "explain", target]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return forked.run("from bentoml_compile.cli import main; main()", folder, "explain", target, env=environment)
 
 
-def test_explain_says_one_graph_of_a_model_without_breaks(tmp_path: Path) -> None:
-    result = explain(tmp_path, "service:Good")
+def test_explain_says_one_graph_of_a_model_without_breaks(forked: Forked, tmp_path: Path) -> None:
+    result = explain(forked, tmp_path, "service:Good")
     assert result.returncode == 0, result.stderr
     assert "whole: one graph" in result.stdout
 
 
-def test_explain_prints_each_break_and_exits_with_1(tmp_path: Path) -> None:
-    result = explain(tmp_path, "service:Bad")
+def test_explain_prints_each_break_and_exits_with_1(forked: Forked, tmp_path: Path) -> None:
+    result = explain(forked, tmp_path, "service:Bad")
     assert result.returncode == 1, result.stderr
     assert "whole: one graph" in result.stdout
     assert "broken: 1 graph break\n" in result.stdout
@@ -180,8 +190,10 @@ def test_explain_prints_each_break_and_exits_with_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "words"), [("service:Missing", "Missing"), ("nowhere:Svc", "nowhere"), ("service:Crash", "no weights")]
 )
-def test_explain_of_a_service_that_cannot_be_made_exits_with_2(tmp_path: Path, target: str, words: str) -> None:
-    result = explain(tmp_path, target)
+def test_explain_of_a_service_that_cannot_be_made_exits_with_2(
+    forked: Forked, tmp_path: Path, target: str, words: str
+) -> None:
+    result = explain(forked, tmp_path, target)
     assert result.returncode == 2
     assert words in result.stderr
 
@@ -206,7 +218,7 @@ def write_traces(path: Path) -> None:
     boot = span("torch_compile.startup", 0, 10, model="encoder", outcome="eager")
     compile = tracer.start_span("torch_compile.compile", otel.set_span_in_context(boot), start_time=START + 5 * SECOND)
     compile.add_event("torch_compile.fallback", {"reason": "no_compiler"}, START + 6 * SECOND)
-    compile.set_status(otel.StatusCode.ERROR, "no g++")
+    compile.set_status(otel.StatusCode.ERROR, "no g++\n  on PATH")
     compile.end(START + 10 * SECOND)
     span("torch_compile.lookup", 0, 1, boot)
     unexported = otel.NonRecordingSpan(
@@ -224,7 +236,7 @@ def test_trace_prints_trees_with_times_and_shares_the_newest_last(tmp_path: Path
         [
             "torch_compile.startup 10000.0 ms model=encoder outcome=eager",
             "torch_compile.lookup 1000.0 ms 10%",
-            "torch_compile.compile 5000.0 ms 50% error: no g++",
+            "torch_compile.compile 5000.0 ms 50% error: no g++ on PATH",
             "* torch_compile.fallback reason=no_compiler",
         ],
         ["POST /embed 1000.0 ms", "torch_compile.inference 750.0 ms 75% model=encoder shape=[2, 12]"],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 
+from bentoml_compile.artifacts.signing import PrivateKey
 from bentoml_compile.config import CompileConfig, VerifyConfig, parse_config, parse_service_section
 from bentoml_compile.errors import ConfigError
 
@@ -44,6 +46,7 @@ def test_a_config_object_is_taken_as_it_is() -> None:
         ("verify", False, False),
         ("verify", {"rtol": 1}, VerifyConfig(rtol=1.0)),
         ("dynamic", None, None),
+        ("dynamic", {"ids": {"0": [1, 8]}}, {"ids": {0: (1, 8)}}),
         ("time_limit", 5, 5.0),
         ("options", {"triton.cudagraphs": True}, {"triton.cudagraphs": True}),
     ],
@@ -59,18 +62,85 @@ def test_short_forms_mean_what_they_stand_for(key: str, given: object, meant: ob
         ({"enabled": 1}, "torch_compile.enabled", "1", "true, false"),
         ({"mode": "fast"}, "torch_compile.mode", "'fast'", "default, reduce-overhead, max-autotune"),
         ({"fullgraph": 1}, "torch_compile.fullgraph", "1", "require (true), prefer, allow_breaks (false)"),
-        ({"dynamic": {"ids": {"0": [1, 8]}}}, "torch_compile.dynamic", "{'ids': {'0': [1, 8]}}", "null, true, false"),
+        (
+            {"dynamic": "yes"},
+            "torch_compile.dynamic",
+            "'yes'",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        ({"dynamic": {}}, "torch_compile.dynamic", "{}", "null, true, false, {argument: {dimension: [min, max]}}"),
+        (
+            {"dynamic": {"ids": {}}},
+            "torch_compile.dynamic.ids",
+            "{}",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
+            {"dynamic": {"ids": [1, 8]}},
+            "torch_compile.dynamic.ids",
+            "[1, 8]",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
+            {"dynamic": {"ids": {"0": [8, 1]}}},
+            "torch_compile.dynamic.ids.0",
+            "[8, 1]",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
+            {"dynamic": {"ids": {"0": [0, 8]}}},
+            "torch_compile.dynamic.ids.0",
+            "[0, 8]",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
+            {"dynamic": {"ids": {"0": 8}}},
+            "torch_compile.dynamic.ids.0",
+            "8",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
+            {"dynamic": {"ids": {"-1": [1, 8]}}},
+            "torch_compile.dynamic.ids.-1",
+            "'-1'",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
+            {"dynamic": {"ids": {"x": [1, 8]}}},
+            "torch_compile.dynamic.ids.x",
+            "'x'",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
         ({"engine": "aoti"}, "torch_compile.engine", "'aoti'", "auto, jit, aot"),
         ({"backend": ""}, "torch_compile.backend", "''", "the name of a torch.compile backend"),
         ({"options": {1: 2}}, "torch_compile.options.1", "1", "a mapping of option names"),
-        ({"on_unprepared": "compile"}, "torch_compile.on_unprepared", "'compile'", "eager, reject"),
+        ({"on_unprepared": "refuse"}, "torch_compile.on_unprepared", "'refuse'", "eager, reject, compile"),
+        ({"prepare_after": 0}, "torch_compile.prepare_after", "0", "null, a whole number from 1"),
+        ({"prepare_after": True}, "torch_compile.prepare_after", "True", "null, a whole number from 1"),
+        ({"startup": "later"}, "torch_compile.startup", "'later'", "block, background"),
+        ({"ready_when": None}, "torch_compile.ready_when", "None", "compiled, eager"),
+        ({"pad": {}}, "torch_compile.pad", "{}", 'null, {argument: {dimension: "repeat" or a number to fill with}}'),
+        ({"pad": {"ids": {"0": "last"}}}, "torch_compile.pad.ids.0", "'last'", "null, {argument: {dimension: "),
+        ({"pad": {"ids": {"0": True}}}, "torch_compile.pad.ids.0", "True", "null, {argument: {dimension: "),
         ({"time_limit": "3"}, "torch_compile.time_limit", "'3'", "a number above 0"),
         ({"time_limit": True}, "torch_compile.time_limit", "True", "a number above 0"),
         ({"time_limit": float("inf")}, "torch_compile.time_limit", "inf", "a number above 0"),
         ({"time_limit": 0}, "torch_compile.time_limit", "0", "a number above 0"),
+        ({"time_limit": 1.1e8}, "torch_compile.time_limit", "110000000.0", "a number above 0, at most 1e8"),
+        (
+            {"artifacts": {"remote_timeout": 1e20}},
+            "torch_compile.artifacts.remote_timeout",
+            "1e+20",
+            "a number above 0, at most 1e8",
+        ),
         ({"verify": None}, "torch_compile.verify", "None", "false, true, a mapping"),
         ({"verify": {"rtol": -1}}, "torch_compile.verify.rtol", "-1", "a number of at least 0, null"),
-        ({"artifacts": None}, "torch_compile.artifacts", "None", "a mapping (store, write, refresh)"),
+        (
+            {"artifacts": None},
+            "torch_compile.artifacts",
+            "None",
+            "a mapping (store, write, refresh, max_bytes, remote, remote_timeout, public_keys)",
+        ),
         ({"artifacts": {"store": 3}}, "torch_compile.artifacts.store", "3", "a path"),
         ("fast", "torch_compile", "'fast'", "a mapping"),
     ],
@@ -103,10 +173,10 @@ def test_a_near_miss_is_told_the_nearest_known_name(section: dict[str, Any], pat
     assert f"(did you mean '{nearest}'?)" in message
 
 
-@pytest.mark.parametrize("later", ["startup", "ready_when", "pad", "prepare_after", "models"])
-def test_a_key_of_another_version_or_place_is_unknown_and_the_known_ones_are_listed(later: str) -> None:
-    message = refusal({later: None})
-    assert f"torch_compile.{later}: unknown key" in message
+@pytest.mark.parametrize("other", ["remote", "models"])
+def test_a_key_of_another_place_is_unknown_and_the_known_ones_are_listed(other: str) -> None:
+    message = refusal({other: None})
+    assert f"torch_compile.{other}: unknown key" in message
     assert "known: enabled, mode, fullgraph" in message
 
 
@@ -132,7 +202,7 @@ def test_a_config_is_frozen_and_keeps_its_own_copy_of_the_options() -> None:
     options["nested"]["a"] = 2
     assert config.options == {"nested": {"a": 1}}
     with pytest.raises(pydantic.ValidationError):
-        config.mode = "max-autotune"  # type: ignore[misc]
+        config.mode = "max-autotune"
 
 
 def test_the_store_expands_home_and_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +215,46 @@ def test_the_store_expands_home_and_environment_variables(monkeypatch: pytest.Mo
 def test_a_store_in_an_environment_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CACHE", raising=False)
     assert "torch_compile.artifacts.store: '$CACHE/compile'" in refusal({"artifacts": {"store": "$CACHE/compile"}})
+
+
+GOOD_KEY = str(PrivateKey.new().public)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "ed25519:" + base64.b64encode(bytes(32)).decode(),  # of small order
+        "ed25519:" + "A" * 41 + "AB=",  # the last character has bits that no encoder sets
+        GOOD_KEY.removeprefix("ed25519:"),
+        GOOD_KEY + "\n",
+        "",
+    ],
+    ids=["small order", "not canonical", "bare", "newline", "empty"],
+)
+def test_a_public_key_that_counts_for_nobody_is_refused_by_its_index(key: str) -> None:
+    message = refusal({"artifacts": {"public_keys": [GOOD_KEY, key]}})
+    assert f"torch_compile.artifacts.public_keys.1: {key!r} is not allowed" in message
+    assert "public_keys.0" not in message
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("file:///", "file:///"),
+        ("memory:///", "memory:///"),
+        ("memory://", "refused"),
+        ("file:///a/b//", "file:///a/b"),
+        ("s3://bucket/", "s3://bucket"),
+        ("simplecache::s3://bucket/models/", "simplecache::s3://bucket/models"),
+    ],
+)
+def test_a_remote_loses_only_the_slashes_behind_its_path(given: str, meant: str) -> None:
+    if meant == "refused":
+        assert f"torch_compile.artifacts.remote: {given!r}" in refusal({"artifacts": {"remote": given}})
+        return
+    config = parse_config({"artifacts": {"remote": given}}, where=WHERE)
+    assert config.artifacts.remote == meant
+    assert parse_config(config.model_dump(), where=WHERE) == config
 
 
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])

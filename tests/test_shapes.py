@@ -62,9 +62,9 @@ def test_constants_differ_by_type_and_value(left: Any, right: Any) -> None:
 
 def test_a_relaxed_signature_leaves_out_what_a_copy_can_put_right() -> None:
     wanted = signature_of(NAMES, (), {"ids": [ONES]})
+    assert wanted is not None
     for value in (torch.ones(3, 2).t(), torch.ones(2, 3, requires_grad=True), torch.nn.Parameter(torch.ones(2, 3))):
         given = signature_of(NAMES, (), {"ids": [value]})
-        assert wanted is not None
         assert given is not None
         assert given != wanted
         assert relaxed(given) == relaxed(wanted)

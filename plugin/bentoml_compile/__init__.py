@@ -15,14 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bentoml_compile.bento.compile import compile_model
+    from bentoml_compile.bento.runnable import CompiledRunnable
+    from bentoml_compile.bento.runner_service import runner_service
+    from bentoml_compile.bento.saved import compiled
     from bentoml_compile.config import CompileConfig
     from bentoml_compile.model import CompiledModel
     from bentoml_compile.report import CompileReport
 
-__all__ = ["CompileConfig", "CompileReport", "CompiledModel", "compile_model"]
+__all__ = [
+    "CompileConfig",
+    "CompileReport",
+    "CompiledModel",
+    "CompiledRunnable",
+    "compile_model",
+    "compiled",
+    "runner_service",
+]
 
 _HOMES = {
     "compile_model": "bentoml_compile.bento.compile",
+    "CompiledRunnable": "bentoml_compile.bento.runnable",
+    "compiled": "bentoml_compile.bento.saved",
+    "runner_service": "bentoml_compile.bento.runner_service",
     "CompileConfig": "bentoml_compile.config",
     "CompiledModel": "bentoml_compile.model",
     "CompileReport": "bentoml_compile.report",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -25,12 +23,27 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
+from bentoml_compile.config_values import (
+    SECONDS,
+    Dim,
+    PublicKeyText,
+    Range,
+    RemoteUri,
+    Rule,
+    Seconds,
+    StorePath,
+    Tolerance,
+    fullgraph_word,
+    verify_mapping,
+)
 from bentoml_compile.errors import ConfigError
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 FullGraph = Literal["require", "prefer", "allow_breaks"]
 Engine = Literal["auto", "jit", "aot"]
-OnUnprepared = Literal["eager", "reject"]
+OnUnprepared = Literal["eager", "reject", "compile"]
+When = Literal["block", "background"]
+Ready = Literal["compiled", "eager"]
 
 SECTION = "torch_compile"  # the key under a BentoML service's config, and the start of every dotted path in a message
 
@@ -45,36 +58,18 @@ def _words(literal: Any) -> str:
     return ", ".join(get_args(literal))
 
 
-def _fullgraph(value: Any) -> Any:
-    return {True: "require", False: "allow_breaks"}[value] if isinstance(value, bool) else value
-
-
-def _verify(value: Any) -> Any:
-    return {} if value is True else value
-
-
 def _verify_branch(value: Any) -> str | None:
     if value is False:
         return "off"
     return "on" if isinstance(value, dict | VerifyConfig) else None
 
 
-def _number(value: Any) -> Any:
-    # YAML 1.1, which BentoML reads, takes 1e-3 for text
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value) else value
+def _mapping_branch(value: Any) -> str:
+    return "mapping" if isinstance(value, dict) else "none"
 
 
-def _path(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    expanded = os.path.expandvars(os.path.expanduser(value))
-    if not expanded or "$" in expanded or "\0" in expanded or expanded.startswith("~") or len(expanded) > _MAX_PATH:
-        raise ValueError("empty, too long, or a user or an environment variable that is not known")
-    return Path(expanded)
-
-
-_MAX_PATH = 3000  # Linux allows 4096 bytes, and an artifact's files lie below
-Number = Annotated[float, BeforeValidator(_number)]
+def _dynamic_branch(value: Any) -> str | None:
+    return "ranges" if isinstance(value, dict) else "flag"
 
 
 class _Section(BaseModel):
@@ -84,24 +79,32 @@ class _Section(BaseModel):
 class VerifyConfig(_Section):
     """How far a compiled model's results may be from the eager model's."""
 
-    rtol: Annotated[float | None, BeforeValidator(_number)] = _key(
-        None, "a number of at least 0, null", "relative tolerance; null: by the dtype", ge=0
-    )
-    atol: Annotated[float | None, BeforeValidator(_number)] = _key(
-        None, "a number of at least 0, null", "absolute tolerance; null: by the dtype", ge=0
-    )
+    rtol: Tolerance = _key(None, "a number of at least 0, null", "relative tolerance; null: by the dtype")
+    atol: Tolerance = _key(None, "a number of at least 0, null", "absolute tolerance; null: by the dtype")
     strict: bool = _key(False, "true, false", "a mismatch stops the boot instead of serving eagerly")
     on_load: bool = _key(False, "true, false", "verify a model that was loaded from an artifact, too")
 
 
 class ArtifactsConfig(_Section):
-    """Where compiled artifacts are kept on this machine."""
+    """Where compiled artifacts are kept, on this machine and for others."""
 
-    store: Annotated[Path | None, BeforeValidator(_path)] = _key(
+    store: StorePath = _key(
         None, "a path (~ and environment variables are expanded), null", "folder; null: $BENTOML_HOME/compile"
     )
     write: bool = _key(True, "true, false", "keep what this boot compiles")
     refresh: bool = _key(False, "true, false", "compile again, whatever is stored")
+    max_bytes: Annotated[int | None, Field(ge=0)] = _key(
+        None,
+        "null, a whole number from 0",
+        "the folder's size; the least recently used that is not in use goes first",
+    )
+    remote: RemoteUri = _key(
+        None, "an fsspec URI (s3://, gs://, abfs://, file://, ...), null", "a place that machines share"
+    )
+    remote_timeout: Seconds = _key(5.0, SECONDS, "seconds that the remote may delay a boot")
+    public_keys: list[PublicKeyText] = _key(
+        [], "a list of ed25519:<base64>", "whose signatures make an artifact of the remote loadable"
+    )
 
 
 class CompileConfig(_Section):
@@ -113,15 +116,19 @@ class CompileConfig(_Section):
 
     enabled: bool = _key(True, "true, false", "false: serve eagerly, as with TORCH_COMPILE_DISABLE=1")
     mode: Mode = _key("default", _words(Mode), "torch.compile's mode")
-    fullgraph: Annotated[FullGraph, BeforeValidator(_fullgraph)] = _key(
+    fullgraph: Annotated[FullGraph, BeforeValidator(fullgraph_word)] = _key(
         "prefer",
         "require (true), prefer, allow_breaks (false)",
         "require: a graph break stops the boot; prefer: one graph if possible",
     )
-    dynamic: bool | None = _key(
+    dynamic: Annotated[
+        Annotated[dict[str, Annotated[dict[Dim, Range], Field(min_length=1)]], Tag("ranges"), Field(min_length=1)]
+        | Annotated[bool | None, Tag("flag")],
+        Discriminator(_dynamic_branch),
+    ] = _key(
         None,
-        "null, true, false (ranges of single dimensions are not supported by this version)",
-        "torch.compile's dynamic: whether sizes become symbols; null: when they change",
+        "null, true, false, {argument: {dimension: [min, max]}} with 1 <= min <= max",
+        "sizes that one compiled graph serves: these ranges; or torch.compile's dynamic (null: sizes that change)",
     )
     engine: Engine = _key(
         "auto",
@@ -132,17 +139,56 @@ class CompileConfig(_Section):
     options: dict[str, Any] = _key(
         {}, "a mapping of option names (text) to values", "the backend's options; for inductor they override the mode's"
     )
-    on_unprepared: OnUnprepared = _key("eager", _words(OnUnprepared), "what answers an input of a shape not prepared")
-    time_limit: Number = _key(1800.0, "a number above 0", "seconds for compiling at start-up, then eager", gt=0)
+    on_unprepared: OnUnprepared = _key(
+        "eager",
+        _words(OnUnprepared),
+        "what answers an input of a shape not prepared: the model, HTTP 422, or code compiled while the request waits",
+    )
+    prepare_after: Annotated[int | None, Field(ge=1)] = _key(
+        None, "null, a whole number from 1", "a shape not prepared that is seen so often is compiled in the background"
+    )
+    pad: Annotated[
+        Annotated[dict[str, Annotated[dict[Dim, Rule], Field(min_length=1)]], Tag("mapping"), Field(min_length=1)]
+        | Annotated[None, Tag("none")],
+        Discriminator(_mapping_branch),
+    ] = _key(
+        None,
+        'null, {argument: {dimension: "repeat" or a number to fill with}}',
+        "dimensions that are padded up to the next prepared size; switched on where real rows stay the same",
+    )
+    startup: When = _key(
+        "block", _words(When), "background: the model answers eagerly until a compile in the background is over"
+    )
+    ready_when: Ready = _key(
+        "compiled", _words(Ready), "with startup: background, when /readyz says so; eager: as soon as the model answers"
+    )
+    time_limit: Seconds = _key(1800.0, SECONDS, "seconds for compiling at start-up, then eager")
     keep_eager_if_slower: bool = _key(True, "true, false", "serve a shape eagerly where compiled is slower")
     verify: Annotated[
         Annotated[VerifyConfig, Tag("on")] | Annotated[Literal[False], Tag("off")],
         Discriminator(_verify_branch),
-        BeforeValidator(_verify),
+        BeforeValidator(verify_mapping),
     ] = _key(VerifyConfig(), "false, true, a mapping (rtol, atol, strict, on_load)", "compare with the eager model")
     artifacts: ArtifactsConfig = _key(
-        ArtifactsConfig(), "a mapping (store, write, refresh)", "what is kept for the next boot"
+        ArtifactsConfig(),
+        "a mapping (store, write, refresh, max_bytes, remote, remote_timeout, public_keys)",
+        "what is kept for the next boot",
     )
+
+    @property
+    def ranges(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
+        """`dynamic`, where it gives ranges; else empty."""
+        return self.dynamic if isinstance(self.dynamic, dict) else {}
+
+    @property
+    def may_export(self) -> bool:
+        """Whether the ahead-of-time engine is to be tried, and can make what these keys ask for together."""
+        return self.engine != "jit" and self.makes_one_graph
+
+    @property
+    def makes_one_graph(self) -> bool:
+        """Whether the keys ask for one graph of fixed sizes or given ranges by Inductor."""
+        return self.fullgraph != "allow_breaks" and self.backend == "inductor" and self.dynamic is not True
 
     @model_validator(mode="wrap")
     @classmethod
@@ -182,34 +228,39 @@ def parse_config(value: Mapping[str, Any] | CompileConfig | None, *, where: str)
 
 @dataclass(frozen=True, slots=True)
 class ServiceSection:
-    """The checked `torch_compile` section of one service; made by `parse_service_section`."""
+    """The checked `torch_compile` section of one service or runner; made by `parse_service_section`.
 
-    service: str
+    Attributes:
+        where: whose it is, for messages, e.g. "service 'Embedder'".
+    """
+
+    where: str
     keys: Mapping[str, Any]
     models: Mapping[str, Mapping[str, Any]]
 
     def for_model(self, name: str) -> CompileConfig:
         """The service's keys, with those of `models.<name>` merged over them, mapping by mapping."""
-        return parse_config(merged(self.keys, self.models.get(name, {})), where=f"service {self.service!r}")
+        return parse_config(merged(self.keys, self.models.get(name, {})), where=self.where)
 
     def unused(self, used: Collection[str]) -> list[str]:
         """The names under `models` that are not in `used`."""
         return [name for name in self.models if name not in used]
 
 
-def parse_service_section(section: Mapping[str, Any] | None, *, service: str) -> ServiceSection:
+def parse_service_section(section: Mapping[str, Any] | None, *, service: str, kind: str = "service") -> ServiceSection:
     """Check a service's whole `torch_compile` section, each of its per-model sections included.
 
     Args:
         section: keys of CompileConfig and `models`: a mapping of model names to such keys. None: nothing is set.
         service: the service's name, for messages.
+        kind: what it is, for messages.
 
     Raises:
         ConfigError: all that is wrong, one line each, as for `parse_config`.
     """
-    where = f"service {service!r}"
+    where = f"{kind} {service!r}"
     if section is None:
-        return ServiceSection(service, {}, {})
+        return ServiceSection(where, {}, {})
     if not isinstance(section, Mapping):
         raise _refusal(where, _problems(section, SECTION))
     keys = {key: value for key, value in section.items() if key != "models"}
@@ -221,7 +272,7 @@ def parse_service_section(section: Mapping[str, Any] | None, *, service: str) ->
     else:
         problems.append(f"{SECTION}.models: {models!r} is not allowed; allowed: a mapping of model names to mappings")
     _refuse(where, problems)
-    return ServiceSection(service, _plain(keys), _plain(models))
+    return ServiceSection(where, _plain(keys), _plain(models))
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -295,9 +346,12 @@ def _locate(location: tuple[int | str, ...]) -> tuple[list[str], FieldInfo | Non
             break
         field = found
         nested = _section_in(field)
-        if nested is not None and field.annotation is not nested:
-            next(parts, None)  # a union: pydantic puts its branch's tag into the location
-        section = nested or section
+        if any(isinstance(item, Discriminator) for item in field.metadata):
+            next(parts, None)  # pydantic puts the branch's tag into the location
+        if nested is None:
+            break
+        section = nested
+    names += [str(part) for part in parts if part != "[key]"]
     return names, field, section
 
 

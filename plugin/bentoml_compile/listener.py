@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from bentoml_compile.report import CompileReport
 
@@ -85,6 +85,7 @@ class Call:
     shape: str | None = None
     batch_size: int | None = None
     device_seconds: float | None = None
+    padding_ratio: float | None = None  # share of the padded inputs that is no data; None: not padded
 
     @property
     def engine(self) -> str:
@@ -94,6 +95,8 @@ class Call:
 
 class Listener:
     """Every method does nothing here; override what you need. An exception raised in one is logged and dropped."""
+
+    hears_plain_calls: ClassVar[bool] = True  # False: `answered` has nothing to do in this class
 
     def preparing(self, model: str) -> None:
         """`compile_model` was called; its startup stage is about to begin."""
@@ -120,12 +123,22 @@ class Listener:
     def called(self, call: Call) -> None:
         """One call of a compiled model is over (in the caller's thread and context)."""
 
+    def answered(self, executable: Executable, started_ns: int, ended_ns: int) -> None:
+        """Told in place of `called` where a call, like nearly all, has nothing to tell but its length: it is not traced
+        and did not queue, nothing was compiled, nothing failed.
+
+        Override it to do without a `Call`: a small model answers in ten microseconds.
+        """
+        self.called(Call(executable, started_ns, ended_ns))
+
 
 class Listeners:
     """Several listeners as one; telemetry must never break a boot or a request, so their exceptions end here."""
 
     def __init__(self, listeners: Sequence[Listener] = ()) -> None:
         self._listeners = tuple(listeners)
+        self._tracing = tuple(one for one in self._listeners if _overrides(one, "tracing"))
+        self._answered = tuple(one for one in self._listeners if one.hears_plain_calls)
         self._warned = False
 
     def __bool__(self) -> bool:
@@ -139,7 +152,7 @@ class Listeners:
                 self._warn(listener, method)
 
     def tracing(self) -> bool:
-        for listener in self._listeners:
+        for listener in self._tracing:
             try:
                 if listener.tracing():
                     return True
@@ -147,10 +160,21 @@ class Listeners:
                 self._warn(listener, "tracing")
         return False
 
+    def answered(self, executable: Executable, started_ns: int, ended_ns: int) -> None:
+        for listener in self._answered:
+            try:
+                listener.answered(executable, started_ns, ended_ns)
+            except Exception:
+                self._warn(listener, "answered")
+
     def _warn(self, listener: Listener, method: str) -> None:
         if not self._warned:  # once: a broken exporter must not fill the log
             self._warned = True
             logger.exception("telemetry: %s.%s failed; serving goes on", type(listener).__name__, method)
+
+
+def _overrides(listener: Listener, method: str) -> bool:
+    return getattr(type(listener), method) is not getattr(Listener, method)
 
 
 class Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +38,14 @@ class ShapeReport:
     reason: str = ""  # why this shape is served eagerly, if it is
 
 
+def in_words(shapes: Iterable[ShapeReport]) -> str:
+    """For the log: what serves each shape."""
+    return ", ".join(
+        f"{shape.signature} → {shape.engine}" + (f" ({shape.speedup:.2f}x)" if shape.speedup else "")
+        for shape in shapes
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """An artifact that was looked at and passed over."""
@@ -67,7 +76,9 @@ class CompileReport:
     rejected: tuple[Rejection, ...] = ()
     fallback: str = ""  # why the model as a whole is served eagerly, if it is
     engine_reason: str = ""  # why torch.compile serves where the ahead-of-time engine was asked first
+    place: str = ""  # where a loaded model's artifact was found: bento, store, remote
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of plain JSON types."""
-        return dataclasses.asdict(self)
+        """A copy of plain JSON types: dicts, lists, text, numbers, booleans and None."""
+        values = dataclasses.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}

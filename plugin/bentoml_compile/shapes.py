@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from torch.utils.dlpack import from_dlpack
 from bentoml_compile.errors import ConfigError
 
 Signature = frozenset[tuple[str, Hashable]]
+
+Path = tuple[Any, ...]
+Change = Callable[[str, Path, torch.Tensor], torch.Tensor]  # of (argument, path inside of it, tensor)
 
 _CONSTANTS = (int, bool, float, str, type(None), torch.dtype, torch.device)
 
@@ -32,7 +35,15 @@ class ExampleInput:
 
     def clone(self) -> ExampleInput:
         """A deep copy of the tensors, so that a model that writes into its inputs cannot change the example."""
-        return ExampleInput(_clone(self.args), _clone(self.kwargs))
+        return self.with_tensors((), lambda argument, path, tensor: _clone(tensor))
+
+    def without_values(self) -> ExampleInput:
+        """Tensors of the same sizes and strides, of no values."""
+        return self.with_tensors((), lambda argument, path, tensor: _emptied(tensor))
+
+    def with_tensors(self, names: tuple[str, ...], change: Change) -> ExampleInput:
+        """With what `change` makes of each tensor."""
+        return ExampleInput(*with_tensors(self.args, self.kwargs, names, change))
 
     def equals(self, other: ExampleInput) -> bool:
         """Whether all tensors of the other, of the same structure, have the same values (NaN equals NaN)."""
@@ -68,7 +79,7 @@ def _read_example(entry: Any, index: int, model: str) -> ExampleInput:
             f"compile_model(name={model!r}): example_inputs[{index}] must be a dict of keyword arguments or a tuple of "
             f"positional ones, not {type(entry).__name__}"
         )
-    if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves((example.args, example.kwargs))):
+    if not any(True for _ in tensor_leaves((example.args, example.kwargs))):
         raise ConfigError(f"compile_model(name={model!r}): example_inputs[{index}] holds no tensor")
     return example
 
@@ -88,7 +99,7 @@ def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
     try:
         items = [(name, _leaf(value)) for name, value in kwargs.items()]
         if args:
-            items += [(_name(names, index), _leaf(value)) for index, value in enumerate(args)]
+            items += [(argument_name(names, index), _leaf(value)) for index, value in enumerate(args)]
         signature = frozenset(items)
         # an argument that comes twice, by position and by name, is a TypeError for the model to raise
         return signature if len(signature) == len(items) else None
@@ -115,13 +126,38 @@ def fitted(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same values as ordinary tensors with the example's strides; a copy only where the strides need it.
 
-    Both must have one relaxed signature, and the example no inference tensors.
+    Both must be one signature but for what this puts right, and for sizes: a tensor of other sizes gets the strides of
+    a dense one, with its dimensions in the example's order. The example has no inference tensors.
     """
-    wanted = _by_name(example.args, example.kwargs, names)
+    wanted = by_name(example.args, example.kwargs, names)
     return (
-        tuple(_fit(value, wanted[_name(names, index)]) for index, value in enumerate(args)),
+        tuple(_fit(value, wanted[argument_name(names, index)]) for index, value in enumerate(args)),
         {name: _fit(value, wanted[name]) for name, value in kwargs.items()},
     )
+
+
+def fits(
+    example: ExampleInput, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], *, plainly: bool
+) -> bool:
+    """Whether `fitted` would make no copy. `plainly`: nor change anything that Dynamo's guards see, but for sizes."""
+    wanted, given = by_name(example.args, example.kwargs, names), by_name(args, kwargs, names)
+    return all(_fits(value, wanted[name], plainly) for name, value in given.items())
+
+
+def _fits(value: Any, wanted: Any, plainly: bool) -> bool:
+    if isinstance(value, torch.Tensor):
+        if plainly and (value.requires_grad or value.is_inference() or type(value) is not type(wanted)):
+            return False
+        return value.stride() == _strides(value, wanted)
+    if isinstance(value, dict):
+        return all(_fits(item, wanted[key], plainly) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return all(_fits(item, other, plainly) for item, other in zip(value, wanted, strict=True))
+    return True
+
+
+def _strides(value: torch.Tensor, wanted: torch.Tensor) -> tuple[int, ...]:
+    return wanted.stride() if value.shape == wanted.shape else dense_strides(value.shape, wanted)
 
 
 def _fit(value: Any, wanted: Any) -> Any:
@@ -130,9 +166,9 @@ def _fit(value: Any, wanted: Any) -> Any:
         if value.is_inference():
             with torch.inference_mode(False):
                 value = from_dlpack(value)  # the same memory as an ordinary tensor
-        if value.stride() == wanted.stride():
+        if value.stride() == (strides := _strides(value, wanted)):
             return value
-        return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
     if isinstance(value, dict):
         return {key: _fit(item, wanted[key]) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -140,11 +176,21 @@ def _fit(value: Any, wanted: Any) -> Any:
     return value
 
 
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {**kwargs, **{_name(names, index): value for index, value in enumerate(args)}}
+def dense_strides(sizes: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
+    """Strides, in elements, of a dense tensor of these sizes whose dimensions lie in memory as those of `like`."""
+    strides, step = [0] * len(sizes), 1
+    for dim in sorted(range(len(sizes)), key=lambda dim: (like.stride(dim), -dim)):
+        strides[dim], step = step, step * max(sizes[dim], 1)
+    return tuple(strides)
 
 
-def _name(names: tuple[str, ...], index: int) -> str:
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """The call's arguments by name, also those that were passed by position."""
+    return {**kwargs, **{argument_name(names, index): value for index, value in enumerate(args)}}
+
+
+def argument_name(names: tuple[str, ...], index: int) -> str:
+    """Of a positional argument; "*2" for one that the method's signature does not name."""
     return names[index] if index < len(names) else f"*{index}"
 
 
@@ -171,34 +217,49 @@ def _leaf(value: Any) -> Hashable:
     raise _NoSignature
 
 
-def describe(example: ExampleInput, names: tuple[str, ...]) -> str:
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How a signature is described.
+
+    Attributes:
+        sizes: the words for those that may vary, by argument, path inside of it, and dimension.
+        device: the word for one; the CPU is not named.
+    """
+
+    sizes: Mapping[tuple[str, Path, int], str] = field(default_factory=dict)
+    device: Callable[[torch.device], str] = str
+
+
+_PLAIN = Words()
+
+
+def describe(example: ExampleInput, names: tuple[str, ...], words: Words = _PLAIN) -> str:
     """The signature for people: "attention_mask: int64[2, 12], input_ids: int64[2, 12]"; strides only if unusual."""
-    named = _by_name(example.args, example.kwargs, names)
-    return ", ".join(f"{name}: {_describe(named[name])}" for name in sorted(named))
+    named = by_name(example.args, example.kwargs, names)
+    return ", ".join(f"{name}: {_describe(named[name], name, (), words)}" for name in sorted(named))
 
 
-def _describe(value: Any) -> str:
+def _describe(value: Any, name: str, path: Path, words: Words) -> str:
     if isinstance(value, torch.Tensor):
-        text = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        sizes = [words.sizes.get((name, path, dim), str(size)) for dim, size in enumerate(value.shape)]
+        text = f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
         if value.layout is torch.strided and not value.is_contiguous():
             text += f" strides {list(value.stride())}"
-        return text if value.device.type == "cpu" else f"{text} on {value.device}"
+        return text if value.device.type == "cpu" else f"{text} on {words.device(value.device)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_describe(item)}" for key, item in value.items()) + "}"
+        items = (f"{key}: {_describe(item, name, (*path, key), words)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(map(_describe, value)) + ")"
+        return "(" + ", ".join(_describe(item, name, (*path, i), words) for i, item in enumerate(value)) + ")"
     return repr(value)
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Size of the first dimension of the first tensor; 1 for a call without one."""
-    for _, leaf in leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
+    for _, tensor in tensor_leaves((args, kwargs)):
+        if tensor.dim():
+            return int(tensor.shape[0])
     return 1
-
-
-Path = tuple[Any, ...]
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -213,12 +274,36 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _clone(value: Any) -> Any:
+def tensor_leaves(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Those of the `leaves` that are tensors."""
+    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def with_tensors(
+    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], change: Change
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments, with what `change` makes of each tensor in them; the given ones stay as they are."""
+    return (
+        tuple(_changed(value, argument_name(names, index), (), change) for index, value in enumerate(args)),
+        {name: _changed(value, name, (), change) for name, value in kwargs.items()},
+    )
+
+
+def _changed(value: Any, argument: str, path: Path, change: Change) -> Any:
     if isinstance(value, torch.Tensor):
-        with torch.inference_mode(False):
-            return value.detach().clone().requires_grad_(value.requires_grad)
+        return change(argument, path, value)
     if isinstance(value, dict):
-        return {key: _clone(item) for key, item in value.items()}
+        return {key: _changed(item, argument, (*path, key), change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_clone, value))
+        return type(value)(_changed(item, argument, (*path, index), change) for index, item in enumerate(value))
     return value
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()

@@ -1,4 +1,5 @@
-"""One boot of one model, step by step: lookup, then load or compile, verify, measure, store.
+"""One boot of one model, step by step: lookup, then load or compile, verify, measure, store. Of several workers that
+boot at once, one compiles and the others wait for its artifact.
 
 Whatever fails in here ends in eager serving with a log line, a span event and a metric. Only what the config asked
 for stops a boot: GraphBreakError, VerificationError, ConfigError.
@@ -7,30 +8,30 @@ for stops a boot: GraphBreakError, VerificationError, ConfigError.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import gc
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
-from bentoml_compile.artifacts.fingerprint import fingerprint
-from bentoml_compile.artifacts.store import Artifact, Store
-from bentoml_compile.config import CompileConfig, VerifyConfig
-from bentoml_compile.engines import dynamo, jit
-from bentoml_compile.engines.aot import build as aot
-from bentoml_compile.engines.build import Record
+from bentoml_compile.artifacts.places import NO_PLACES, Places
+from bentoml_compile.artifacts.store import Artifact
+from bentoml_compile.compiler import Compiler, compiling
+from bentoml_compile.config import VerifyConfig
 from bentoml_compile.engines.eager import unchanged
 from bentoml_compile.engines.failures import Failure, classify
 from bentoml_compile.engines.limits import TimeLimitReached, time_limit
 from bentoml_compile.engines.phases import seconds_by_phase
 from bentoml_compile.errors import ConfigError, GraphBreakError, VerificationError
-from bentoml_compile.keeping import Keeping, private_directory
+from bentoml_compile.fallbacks import Fallbacks
 from bentoml_compile.listener import Stage, Timeline
-from bentoml_compile.prepared import PreparedShape
-from bentoml_compile.report import CompileReport, GraphBreak, Outcome
+from bentoml_compile.padding import Padding
+from bentoml_compile.padding_trial import verify_padding
+from bentoml_compile.prepared import PreparedShape, Target
+from bentoml_compile.progress import Place, Progress
+from bentoml_compile.report import CompileReport, Outcome
+from bentoml_compile.search import Search
 from bentoml_compile.trial import Trial
 
 logger = logging.getLogger("bentoml_compile")
@@ -38,54 +39,120 @@ logger = logging.getLogger("bentoml_compile")
 
 @dataclass(eq=False)
 class Startup:
-    """State of a boot. `run()` fills it; afterwards `shapes` serve and `report()` tells."""
+    """State of a boot. `run()` fills it; afterwards the target's shapes serve and `report()` tells."""
 
-    model: torch.nn.Module
-    method: str
-    name: str
-    config: CompileConfig
-    names: tuple[str, ...]  # of the method's positional parameters
-    shapes: list[PreparedShape]
+    target: Target
     timeline: Timeline
-    default_store: Path | None = None
-
-    _kept: Keeping | None = None
-    _compiled_now: bool = False
-    _engine: Literal["jit", "aot"] = "jit"
-    _engine_reason: str = ""
-    _whole: bool = True
-    _record: Record = field(default_factory=Record)
+    places: Places = NO_PLACES
     _failure: str = ""
+    padding: Padding | None = None
+    _has_looked: bool = False
+    _decided: bool = False
+    is_in_background: bool = False
+    is_late: bool = False  # for a shape that a call has asked for
+    _found: Artifact | None = None
+    is_over: bool = False  # nothing is compiled any more
+    _refusal: BaseException | None = None
+    _on_trial: PreparedShape | None = None
+    _stored: Mapping[str, Any] = field(default_factory=dict)  # what an artifact has decided
+
+    def __post_init__(self) -> None:
+        self._config = self.target.config
+        self._fallbacks = Fallbacks(self.target.name, self.timeline)
+        self._search = Search(self.target, self.timeline, self._fallbacks, self.places, self.is_late)
+        self._compiler = Compiler(
+            self.target, self.timeline, self._fallbacks, on_refused_export=self._search.release_shared
+        )
+        self._progress = Progress(self.target.name, self.timeline, self._place)
 
     def run(self) -> None:
         """The story of a boot."""
-        if not self.config.enabled:
+        self.find()
+        self.complete()
+
+    def find(self) -> bool:
+        """Whether the boot is decided in milliseconds: nothing is to be compiled, or what is stored was loaded.
+
+        Looks once: a second look would find this boot's own lease held.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self._has_looked:
+            return self._decided
+        self._has_looked = True
+        if not self._config.enabled:
             reason = "compiling is switched off (enabled: false, or TORCH_COMPILE_DISABLE=1)"
-            logger.info("model %r: served eagerly: %s", self.name, reason)
+            logger.info("model %r: served eagerly: %s", self.target.name, reason)
             self._serve_all_eagerly(reason)
-            return
-        found = self._lookup()
+            self._decided = True
+            return True
+        try:
+            with self._progress.said():
+                while not self._decided and (found := self._looked_up()) is not None:
+                    if found.engine == "jit" and self.is_in_background:
+                        self._found = found  # torch.compile traces again: for seconds, which are not this caller's
+                        break
+                    self._decided = self._load(found)
+        except BaseException as error:
+            self._search.while_leased.close()
+            self._refusal = error
+            raise
+        return self._decided
+
+    def complete(self) -> None:
+        """Compiles what `find` did not decide. Only what is right and faster serves, and the next boot finds it."""
+        if self._config.enabled:
+            self._complete()
+        self.is_over = True
+
+    def _complete(self) -> None:
+        with self._search.while_leased, self._progress.said():
+            if not self._decided:
+                self._wait_or_compile()
+            with self._present_weights():
+                self._verify()
+            if self._replaced_wrong_export():
+                with self._present_weights():
+                    self._verify()
+            with self._present_weights():
+                self._measure()
+                self._allow_padding()
+            self._keep()
+
+    @contextlib.contextmanager
+    def _present_weights(self) -> Iterator[None]:
+        """They may be replaced beside a boot in the background, but not while code is compared with the model."""
+        with self.target.weights.lock:
+            if self.target.read_present_weights() and self.target.rehearsal is not None:
+                self.target.rehearse()  # buffers may have been replaced, too
+            yield
+
+    def _wait_or_compile(self) -> None:
+        found = self._found or self._search.wait()
         if found is None or not self._load(found):
             self._compile()
-        self._verify()
-        if self._exported_wrongly():
-            with self._running("compile"), self._ending_in_eager():
-                self._compile_by_jit()
-            self._verify()
-        self._measure()
-        self._keep()
+
+    def give_up(self, error: BaseException) -> None:
+        """In the background, what would stop a boot leaves eager serving."""
+        self._fall_back(classify(error), error)
+        if self._search.kept is not None:
+            self._search.kept.discard_draft()
 
     @contextlib.contextmanager
     def _running(self, name: str) -> Iterator[Stage]:
         """A stage that runs the model, which is afterwards as it was."""
-        with self.timeline.stage(name) as stage, unchanged(self.model):
+        with self.timeline.stage(name) as stage, self._unchanged():
             yield stage
+
+    def _unchanged(self) -> contextlib.AbstractContextManager[None]:
+        """In the background a copy is run, while the model itself serves and may change."""
+        return contextlib.nullcontext() if self.target.rehearsal is not None else unchanged(self.target.model)
 
     @contextlib.contextmanager
     def _ending_in_eager(self) -> Iterator[None]:
         """What fails inside, or takes too long, ends in eager serving, but for what the config asked to stop."""
         try:
-            with time_limit(self.config.time_limit):
+            with time_limit(self._config.time_limit):
                 yield
         except TimeLimitReached:
             self._time_is_up()
@@ -94,366 +161,248 @@ class Startup:
         except Exception as error:
             self._fall_back(classify(error), error)
 
-    # lookup
+    # progress
 
-    def _lookup(self) -> Artifact | None:
-        with self.timeline.stage("lookup", outcome="disabled") as stage:
-            try:
-                labels = [shape.label for shape in self.shapes]
-                wanted = fingerprint(self.model, method=self.method, config=self.config, shapes=labels)
-                root = self.config.artifacts.store or self.default_store
-                store = Store(root) if root is not None else None
-                self._kept = Keeping(self.name, wanted, store, self.config.artifacts.write)
-                if store is None:
-                    return None
-                if self.config.artifacts.refresh:
-                    stage.attributes["outcome"] = "miss"
-                    return None
-                return self._look_into(self._kept, stage.attributes)
-            except GraphBreakError:
-                raise
-            except Exception as error:
-                self._keep_going(Failure("lookup_failed", f"{type(error).__name__}: {error}"), error)
-                return None
+    def _place(self) -> Place | None:
+        shape, shapes = self._on_trial or self._compiler.in_work, list(self.target.shapes)
+        return Place(shape.label, shapes.index(shape) + 1, len(shapes)) if shape in shapes else None
 
-    def _look_into(self, kept: Keeping, attributes: dict[str, Any]) -> Artifact | None:
-        refusal = kept.refusal() if self.config.fullgraph == "require" else None
-        if refusal is not None:
-            attributes["outcome"] = "hit"
-            raise GraphBreakError(refusal.message, refusal.breaks)
-        artifact = kept.look_up()
-        attributes["outcome"] = "hit" if artifact else "rejected" if kept.rejected else "miss"
-        return artifact
+    def _one_by_one(self, shapes: Iterable[PreparedShape]) -> Iterator[PreparedShape]:
+        for self._on_trial in shapes:
+            yield self._on_trial
+        self._on_trial = None
 
     # load or compile
 
+    def _looked_up(self) -> Artifact | None:
+        try:
+            with _without_collecting():
+                return self._search.look_up()
+        finally:
+            self._compiler.kept = self._search.kept
+
     def _load(self, artifact: Artifact) -> bool:
         """Whether the boot is decided; if not, the artifact is among the rejected ones and the model is compiled."""
-        assert self._kept is not None
+        assert self._search.kept is not None
         with self.timeline.stage("load") as stage:
             try:
-                kept_eager = self._decide_as(artifact.decisions)
-                if not self.config.keep_eager_if_slower:
-                    kept_eager = {}
-                if len(kept_eager) < len(self.shapes):
-                    self._load_by_engine(artifact)
-                    for shape, reason in kept_eager.items():
-                        shape.serve_eagerly(reason)
+                self._stored = artifact.decisions
+                self._compiler.decide_as(artifact.decisions)
+                with _without_collecting() if artifact.engine == "aot" else contextlib.nullcontext():
+                    self._compiler.load(artifact.cache, self._eager_by_decision())
             except TimeLimitReached:
                 self._time_is_up()
                 return True
             except Exception as error:
                 reason = f"could not be loaded: {classify(error)}"
-                self._kept.reject(artifact, reason)
+                self._search.kept.reject(artifact, reason)
                 stage.attributes["rejected"] = reason
-                self._forget()
+                self._stored = {}
+                self._compiler.forget()
                 return False
-        self._kept.artifact = artifact
-        if self._compiled_now:
-            logger.warning("model %r: the artifact lacked some compiled code, which was compiled again", self.name)
+        self._search.kept.artifact = artifact
         return True
 
-    def _load_by_engine(self, artifact: Artifact) -> None:
-        """All shapes: which of them were traced before decides what Dynamo makes dynamic."""
-        if artifact.engine == "aot":
-            self._engine = "aot"
-            aot.load(self.model, self.method, self.shapes, directory=artifact.cache)
-            return
-        misses = dynamo.cache_misses()
-        with unchanged(self.model), time_limit(self.config.time_limit):
-            self._build(artifact.cache, fullgraph=self._whole)
-        self._compiled_now = dynamo.cache_misses() > misses
-
-    def _decide_as(self, decisions: dict[str, Any]) -> dict[PreparedShape, str]:
-        """Takes over what an earlier boot found out; the shapes that it served eagerly, and why."""
-        self._whole, self._engine_reason = decisions["whole"], decisions["engine_reason"]
-        self._record.breaks = tuple(GraphBreak(**item) for item in decisions["graph_breaks"])
-        for shape in self.shapes:
-            shape.decide_as(decisions["shapes"][shape.label])
-        return {shape: shape.reason for shape in self.shapes if shape.engine == "eager"}
-
-    def _forget(self) -> None:
-        self._whole, self._record = True, Record()
-        for shape in self.shapes:
-            shape.forget()
+    def _eager_by_decision(self) -> dict[PreparedShape, str]:
+        if not self._config.keep_eager_if_slower:
+            return {}
+        return {shape: shape.reason for shape in self.target.shapes if shape.engine == "eager"}
 
     def _compile(self) -> None:
-        with self._running("compile") as stage, self._ending_in_eager():
-            jit.check_backend(self.config, where=f"model {self.name!r}")
-            self._say_compiling()
-            if not self._wants_export() or not self._compile_ahead():
-                self._compile_by_jit()
-            stage.attributes["engine"] = self._engine
+        with self._turn(), self._running("compile") as stage, self._ending_in_eager():
+            self._compiler.compile()
+            stage.attributes["engine"] = self._compiler.engine
 
-    def _say_compiling(self) -> None:
-        rejected = self._kept.rejected[:2] if self._kept is not None else []
-        why = "; ".join(f"{item.artifact}: {item.reason}" for item in rejected) or "none is stored"
-        shapes, limit = len(self.shapes), self.config.time_limit
-        logger.info("model %r: compiling %d shapes, within %g s (no artifact fits: %s)", self.name, shapes, limit, why)
-
-    def _wants_export(self) -> bool:
-        config = self.config
-        possible = config.fullgraph != "allow_breaks" and config.backend == "inductor" and config.dynamic is not True
-        if config.engine == "aot" and not possible:
-            raise ConfigError(
-                f"model {self.name!r}: torch_compile.engine='aot' makes one whole graph of fixed sizes by Inductor, "
-                f"and not what fullgraph={config.fullgraph!r}, dynamic={config.dynamic!r} and "
-                f"backend={config.backend!r} ask for together; set engine to 'jit'"
-            )
-        return possible and config.engine != "jit"
-
-    def _compile_ahead(self) -> bool:
-        """Whether the model could be exported; if not, the report says why."""
-        self._open_draft(path_with_space=True)
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One model of a process after the other."""
+        if not compiling.acquire(blocking=False):
+            with self.timeline.stage("wait", outcome="queued"):
+                logger.info("model %r: waits until another compile of this process is over", self.target.name)
+                compiling.acquire()
         try:
-            with self._directory_for_code() as directory:
-                aot.build(
-                    self.model,
-                    self.method,
-                    self.config,
-                    self.names,
-                    self.shapes,
-                    directory=directory,
-                    record=self._record,
-                )
-        except aot.NotExportable as reason:
-            if self.config.engine == "aot":
-                raise ConfigError(
-                    f"model {self.name!r}: torch_compile.engine is 'aot', but the model cannot be exported: {reason}. "
-                    "Set engine to 'auto' to have it compiled by torch.compile."
-                ) from reason
-            self._engine_reason = str(reason)
+            yield
         finally:
-            self._tell_phases(0)
-        if self._engine_reason:
-            self._give_up_export(self._engine_reason)
-            return False
-        self._engine, self._compiled_now = "aot", True
-        return True
-
-    def _give_up_export(self, reason: str) -> None:
-        logger.info("model %r: compiled by torch.compile, not ahead of time: %s", self.name, reason)
-        if self._kept is not None:
-            self._kept.discard_draft()
-        self._forget()
-        self._engine, self._engine_reason = "jit", reason
-
-    def _exported_wrongly(self) -> bool:
-        """Under auto, code made ahead of time that does not verify is replaced by torch.compile's."""
-        if not self._may_trace_instead():
-            return False
-        wrong = next((shape for shape in self.shapes if shape.reason.startswith("verification")), None)
-        if wrong is None:
-            return False
-        self._give_up_export(f"{wrong.label}: {wrong.reason}")
-        return True
-
-    def _may_trace_instead(self) -> bool:
-        return self._engine == "aot" and self.config.engine == "auto" and self._compiled_now
-
-    def _compile_by_jit(self) -> None:
-        self._engine, self._compiled_now = "jit", True
-        self._open_draft(path_with_space=False)
-        with self._directory_for_code() as cache:
-            if self.config.fullgraph == "allow_breaks":
-                self._build(cache, fullgraph=False)
-                return
-            try:
-                self._build(cache, fullgraph=True)
-            except jit.GraphBroken as error:
-                self._graph_is_broken(error)
-                self._build(cache, fullgraph=False)
-
-    def _open_draft(self, *, path_with_space: bool) -> None:
-        try:
-            if self._kept is not None:
-                self._kept.open_draft(path_with_space=path_with_space)
-        except Exception as error:
-            self._keep_going(Failure("store_failed", f"nothing will be kept for the next boot: {error}"), error)
-
-    def _directory_for_code(self) -> contextlib.AbstractContextManager[Path]:
-        return self._kept.directory_for_code() if self._kept is not None else private_directory()
-
-    def _build(self, cache: Path, *, fullgraph: bool) -> None:
-        told = len(self._record.phases)
-        try:
-            jit.build(
-                self.model,
-                self.method,
-                self.config,
-                self.names,
-                self.shapes,
-                cache=cache,
-                fullgraph=fullgraph,
-                record=self._record,
-                on_failure=self._shape_falls_back,
-            )
-        finally:
-            self._tell_phases(told)
-        self._whole = not self._record.breaks
-        if self._record.breaks:
-            self._say_partial()
-
-    def _tell_phases(self, first: int) -> None:
-        """As spans, each below the phase that it happened in."""
-        stages: list[Stage] = []
-        for phase in self._record.phases[first:]:
-            parent = self.timeline.current if phase.parent is None else stages[phase.parent]
-            stages.append(self.timeline.past(f"phase.{phase.name}", parent, phase.started_ns, phase.ended_ns))
-
-    def _graph_is_broken(self, error: jit.GraphBroken) -> None:
-        if self.config.fullgraph != "require":
-            return
-        examples = [shape.example for shape in self.shapes]
-        breaks = jit.find_graph_breaks(self.model, self.method, examples) or (jit.break_from(error.__cause__ or error),)
-        listing = "\n".join(f"  {number}. {item}" for number, item in enumerate(breaks, 1))
-        message = (
-            f"model {self.name!r} does not compile as one graph, and fullgraph is 'require'. "
-            f"{len(breaks)} graph break(s):\n{listing}\n"
-            "Change these lines, or set torch_compile.fullgraph to 'prefer' to compile the parts between them."
-        )
-        if self._kept is not None:
-            self._kept.remember_refusal(message, breaks, self._record.sources)
-        raise GraphBreakError(message, breaks) from error.__cause__
-
-    def _say_partial(self) -> None:
-        breaks = self._record.breaks
-        places = "; ".join(f"{item.file}:{item.line}: {item.reason}" for item in breaks[:3])
-        logger.warning(
-            "model %r: compiled in parts, %d graph break(s): %s (`bentoml-compile explain` lists all)",
-            self.name,
-            len(breaks),
-            places,
-        )
-        for item in breaks:
-            self.timeline.event("graph_break", file=item.file, line=item.line, reason=item.reason)
+            compiling.release()
 
     # verify, measure, keep
 
     def _verify(self) -> None:
+        compiled = self.target.compiled_shapes()
         # without Inductor's cache nothing would tell that a warm boot has traced another graph than the cold one
-        trusted = self._is_loaded() and (self._engine == "aot" or self.config.backend == "inductor")
-        if self.config.verify is False or not self._compiled_shapes() or (trusted and not self.config.verify.on_load):
+        trusted = self._is_loaded() and (self._compiler.engine == "aot" or self._config.backend == "inductor")
+        if self._config.verify is False or not compiled or (trusted and not self._config.verify.on_load):
             return
         with self._running("verify"):
-            for shape in self._compiled_shapes():
-                self._verify_shape(shape, self.config.verify)
+            for shape in self._one_by_one(compiled):
+                self._verify_shape(shape, self._config.verify)
 
     def _verify_shape(self, shape: PreparedShape, config: VerifyConfig) -> None:
-        failure = Trial(self.model, self.method, self.names).verify(shape, config)
+        failure = Trial(self.target).verify(shape, config)
         if failure is None:
             return
-        if config.strict and not self._may_trace_instead():
-            raise VerificationError(
-                f"model {self.name!r}, shape ({shape.label}): {failure.message}. Compiled code was not served. Raise "
-                "verify.rtol/atol if this difference is acceptable, or set verify.strict to false to serve eagerly."
+        if self._compiler.may_trace_instead(shape):
+            logger.warning(
+                "model %r: code made ahead of time for %s is wrong: %s", self.target.name, shape.label, failure
             )
-        self._shape_falls_back(shape, failure)
+            self.timeline.event("wrong_export", shape=shape.label, message=failure.message)
+            shape.serve_eagerly(str(failure))
+            return
+        if config.strict:
+            raise VerificationError(
+                f"model {self.target.name!r}, shape ({shape.label}): {failure.message}. Compiled code was not served. "
+                "Raise verify.rtol/atol if this difference is acceptable, or set verify.strict to false to serve "
+                "eagerly."
+            )
+        self._fallbacks.shape(shape, failure)
+
+    def _replaced_wrong_export(self) -> bool:
+        if not self._compiler.has_wrong_export():
+            return False
+        with self._turn(), self._running("compile"), self._ending_in_eager():
+            self._compiler.replace_wrong_export()
+        return True
 
     def _measure(self) -> None:
         """Also of an artifact that was made without measuring."""
-        to_measure = [shape for shape in self._compiled_shapes() if shape.speedup is None]
-        if not self.config.keep_eager_if_slower or not to_measure:
+        to_measure = [shape for shape in self.target.compiled_shapes() if shape.speedup is None]
+        if not self._config.keep_eager_if_slower or not to_measure:
             return
         with self._running("measure"):
-            for shape in to_measure:
-                failure = Trial(self.model, self.method, self.names).measure(shape)
+            for shape in self._one_by_one(to_measure):
+                failure = Trial(self.target).measure(shape)
                 if failure is not None:
-                    self._shape_falls_back(shape, failure)
+                    self._fallbacks.shape(shape, failure)
                 elif shape.run is None:
-                    logger.warning("model %r: %s is served eagerly: %s", self.name, shape.label, shape.reason)
-                    self._tell_fallback(Failure("slower", f"{shape.label}: {shape.reason}"))
+                    self._fallbacks.slower(shape)
+
+    def _allow_padding(self) -> None:
+        """Also of an artifact that was made with another `pad`."""
+        if not self._config.pad:
+            return
+        self.padding = padding = Padding(self._config.pad, self.target.shapes, self.target.names)
+        stored = self._stored.get("padding", {})
+        unknown = [
+            shape
+            for shape in self.target.compiled_shapes()
+            if shape.label not in stored or not padding.decide_as(shape, stored[shape.label])
+        ]
+        if unknown:
+            with self._running("verify"):
+                self._try_padding(padding, unknown)
+
+    def _try_padding(self, padding: Padding, shapes: Iterable[PreparedShape]) -> None:
+        try:
+            with time_limit(self._config.time_limit):
+                for shape in self._one_by_one(shapes):
+                    failure = verify_padding(self.target, shape, padding, self._config.verify or VerifyConfig())
+                    if failure is not None:
+                        self._fallbacks.none(failure, None)
+        except TimeLimitReached:
+            self._fallbacks.none(
+                Failure("time_limit", "padding was not tried to the end, and is used as far as it was"), None
+            )
+
+    def _decisions(self) -> dict[str, Any]:
+        decisions = self._compiler.decisions()
+        if self.padding is not None:
+            shapes = self.target.compiled_shapes()
+            decisions["padding"] = {shape.label: self.padding.decision(shape) for shape in shapes}
+        elif "padding" in self._stored:
+            decisions["padding"] = self._stored["padding"]
+        return decisions
 
     def _keep(self) -> None:
         """Completes the artifact, if this boot's result is one that the next may rely on."""
-        if self._kept is None:
+        if self._search.kept is None:
             return
-        complete = all(shape.run is not None or shape.speedup is not None for shape in self.shapes)
+        complete = all(shape.run is not None or shape.speedup is not None for shape in self.target.shapes)
         try:
-            if complete and self._kept.is_behind(decisions := self._decisions()):
+            if complete and self._search.kept.is_behind(decisions := self._decisions()):
                 with self.timeline.stage("store"):
-                    self._kept.seal(decisions, self._record, self._engine)
+                    self._search.kept.seal(decisions, self._compiler.record, self._compiler.engine)
+            if complete:
+                self._search.publish()
         except Exception as error:
-            self._keep_going(Failure("store_failed", f"the artifact was not kept: {error}"), error)
+            self._fallbacks.none(Failure("store_failed", f"the artifact was not kept: {error}"), error)
         finally:
-            self._kept.discard_draft()
-
-    def _decisions(self) -> dict[str, Any]:
-        return {
-            "whole": self._whole,
-            "engine_reason": self._engine_reason,
-            "graph_breaks": [dataclasses.asdict(item) for item in self._record.breaks],
-            "shapes": {shape.label: shape.decisions() for shape in self.shapes},
-        }
+            self._search.kept.discard_draft()
 
     # falling back
 
     def _time_is_up(self) -> None:
-        limit = f"compiling took longer than time_limit ({self.config.time_limit:g} s)"
+        limit = f"compiling took longer than time_limit ({self._config.time_limit:g} s)"
         self._fall_back(Failure("time_limit", f"{limit}; raise torch_compile.time_limit or prepare fewer shapes"), None)
 
     def _fall_back(self, failure: Failure, error: BaseException | None) -> None:
-        logger.error("model %r: served eagerly: %s", self.name, failure)
-        self._tell_fallback(failure, error)
+        self._fallbacks.whole_model(failure, error)
         self._serve_all_eagerly(str(failure))
-
-    def _shape_falls_back(self, shape: PreparedShape, failure: Failure) -> None:
-        logger.error("model %r: %s is served eagerly: %s", self.name, shape.label, failure)
-        self._tell_fallback(failure)
-        shape.serve_eagerly(str(failure))
-
-    def _keep_going(self, failure: Failure, error: BaseException) -> None:
-        """Something failed that compiled serving does not depend on."""
-        logger.warning("model %r: %s", self.name, failure)
-        self._tell_fallback(failure, error)
-
-    def _tell_fallback(self, failure: Failure, error: BaseException | None = None) -> None:
-        if error is not None:
-            logger.debug("model %r: the error behind it", self.name, exc_info=error)
-        self.timeline.event("fallback", reason=failure.reason, message=failure.message)
-        self.timeline.listeners.tell("fallback", self.name, failure.reason)
 
     def _serve_all_eagerly(self, reason: str) -> None:
         self._failure = reason
-        self._compiled_now = False
-        if self._kept is not None:
-            self._kept.artifact = None
-        for shape in self.shapes:
+        self._compiler.compiled_now = False
+        if self._search.kept is not None:
+            self._search.kept.artifact = None
+        for shape in self.target.shapes:
             shape.serve_eagerly(reason)
 
     # the result
 
-    def report(self, seconds: float) -> CompileReport:
-        compiled = self._compiled_shapes()
-        outcome: Outcome = "compiled" if self._compiled_now else "loaded" if self._is_loaded() else "eager"
+    def end(self) -> CompileReport:
+        """The report of a boot that is over, also on its span, which is about to end."""
+        report = self.report()
+        self.timeline.root.attributes.update(
+            engine=report.engine,
+            outcome=report.outcome,
+            fingerprint=report.fingerprint,
+            graph_breaks=len(report.graph_breaks),
+        )
+        return report
+
+    def report(self) -> CompileReport:
+        """As things stand; while the startup's span is open."""
+        shapes, compiled, record = self.target.shapes, self.target.compiled_shapes(), self._compiler.record
+        compiled_now = self._compiler.compiled_now and any(shape.compiled_by for shape in shapes)
+        outcome: Outcome = "compiled" if compiled_now else "loaded" if self._is_loaded() else "eager"
         return CompileReport(
-            model=self.name,
-            engine=compiled[0].engine if 2 * len(compiled) > len(self.shapes) else "eager",
+            model=self.target.name,
+            engine=compiled[0].engine if 2 * len(compiled) > len(shapes) else "eager",
             outcome=outcome,
-            seconds=seconds,
-            fingerprint=self._kept.fingerprint.id if self._kept is not None else "",
-            mode=self.config.mode,
-            fullgraph=self._whole and bool(compiled),
-            phases={**seconds_by_phase(self._record.phases), **self._seconds_of_steps()},
-            shapes=tuple(shape.report() for shape in self.shapes),
-            graph_breaks=self._record.breaks,
-            rejected=tuple(self._kept.rejected) if self._kept is not None else (),
+            seconds=(time.time_ns() - self.timeline.root.started_ns) / 1e9,
+            fingerprint=self._search.kept.fingerprint.id if self._search.kept is not None else "",
+            mode=self._config.mode,
+            fullgraph=self._compiler.whole and bool(compiled),
+            phases={**seconds_by_phase(record.phases), **self._seconds_of_steps()},
+            shapes=tuple(shape.report() for shape in shapes),
+            graph_breaks=record.breaks,
+            rejected=tuple(self._search.kept.rejected) if self._search.kept is not None else (),
             fallback=self._failure,
-            engine_reason=self._engine_reason,
+            engine_reason=self._compiler.engine_reason,
+            place=self._search.kept.found_in if self._search.kept is not None and outcome == "loaded" else "",
         )
 
     def _seconds_of_steps(self) -> dict[str, float]:
         """The steps beside the compiler's phases; a boot may spend most of its time in them."""
         steps = self.timeline.ended
-        return {name: steps[name] for name in ("lookup", "verify", "measure", "store") if name in steps}
+        return {name: steps[name] for name in ("lookup", "wait", "verify", "measure", "store") if name in steps}
 
     @property
     def artifact(self) -> Artifact | None:
         """What the compiled model holds while it lives."""
-        return self._kept.artifact if self._kept is not None else None
+        return self._search.kept.artifact if self._search.kept is not None else None
 
     def _is_loaded(self) -> bool:
-        return self.artifact is not None and not self._compiled_now
+        return self.artifact is not None and not self._compiler.compiled_now
 
-    def _compiled_shapes(self) -> list[PreparedShape]:
-        return [shape for shape in self.shapes if shape.engine != "eager"]
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A full garbage collection takes 0.2 s where transformers is imported: not inside of a boot of milliseconds."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

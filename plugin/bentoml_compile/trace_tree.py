@@ -84,8 +84,12 @@ def _rows(
 ) -> Iterator[tuple[str, str]]:
     indent = "  " * depth
     for span in children[parent_id]:
-        share = f"{100 * span.length / parent.length:3.0f}%" if parent is not None and parent.length > 0 else "    "
-        failed = f"  error: {span.error}" if span.error is not None else ""
+        share = (
+            f"{100 * span.length / parent.length:3.0f}%"
+            if parent is not None and span.length <= parent.length > 0
+            else "    "
+        )
+        failed = f"  error: {_line(span.error)}" if span.error is not None else ""
         yield f"{indent}{span.name}", f"{span.length / 1e6:10.1f} ms  {share}  {_shown(span.attributes)}{failed}"
         for name, attributes in span.events:
             yield f"{indent}  * {name}", _shown(attributes)
@@ -98,8 +102,12 @@ def _shown(attributes: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
+    text = f"{value:.6g}" if isinstance(value, float) else _line(str(value))
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _spans(request: dict[str, Any]) -> Iterator[Span]:

@@ -513,3 +513,44 @@ def test_processes_that_compile_prune_and_look_up_at_once_do_not_disturb_each_ot
         writer.stdout.close()
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     assert found
+
+
+def kept_by_another_user(store: Store, path: Path) -> None:
+    os.chown(path, 65534, 65534)
+
+
+def reached_by_a_link(store: Store, path: Path) -> None:
+    path.rename(elsewhere := store.root.parent / "elsewhere")
+    path.symlink_to(elsewhere)
+    if path == store.root and os.geteuid() == 0:
+        os.lchown(path, 65534, 65534)
+
+
+def test_a_store_may_lie_on_another_disk(store: Store) -> None:
+    make(store)
+    store.root.rename(elsewhere := store.root.parent / "elsewhere")
+    store.root.symlink_to(elsewhere)  # by its own user
+    assert store.lookup("encoder", FINGERPRINT).artifact is not None
+    store.draft("encoder", FINGERPRINT).discard()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["root", "model", "fingerprint"])
+@pytest.mark.parametrize("harm", [kept_by_another_user, reached_by_a_link])
+def test_nothing_is_touched_below_a_link_or_anothers_directory(
+    store: Store, depth: int, harm: Callable[[Store, Path], None]
+) -> None:
+    if (harm is kept_by_another_user or depth == 0) and os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    made = make(store)
+    unfinished = made.path.with_name("0123456789ab")
+    for left in (unfinished, made.path.with_name(".trash-0123")):
+        left.mkdir()
+        (left / "precious.txt").touch()
+    harm(store, [store.root, made.path.parent.parent, made.path.parent][depth])
+    before = sorted(store.root.parent.rglob("*"))
+    assert store.prune(older_than=0, max_bytes=0) == []
+    [rejection] = store.lookup("encoder", FINGERPRINT).rejected
+    assert "is a link" in rejection.reason or "belongs to user 65534" in rejection.reason
+    with pytest.raises(ArtifactRejected):
+        store.draft("encoder", FINGERPRINT)
+    assert sorted(store.root.parent.rglob("*")) == before

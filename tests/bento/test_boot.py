@@ -4,13 +4,16 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.bento.traced_server import call, new_trace, request_span, traced_server
+from tests.bento.traced_server import call, new_trace, traced_server
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.servers import Server, value
+
+PATIENCE = 120.0  # seconds until something that should happen counts as failed
 
 
 @pytest.fixture
@@ -19,17 +22,45 @@ def receiver() -> Iterator[OtlpReceiver]:
         yield receiver
 
 
-def one(receiver: OtlpReceiver, name: str) -> ReceivedSpan:
-    [span] = receiver.wait_for(name)
+@dataclass(frozen=True)
+class Served:
+    """What one server has exported until its end: `traces` are those of its sampled calls, by method."""
+
+    spans: list[ReceivedSpan]
+    traces: dict[str, str]
+    processes: list[float]  # when they started, epoch seconds
+
+    def sampled(self, method: str) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.trace_id == self.traces[method]]
+
+    @property
+    def unsampled(self) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.trace_id not in self.traces.values()]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Calls that are not sampled, then such as are by their traceparent, and at once SIGTERM."""
+    traces = {"double": new_trace(), "double_async": new_trace()}
+    with OtlpReceiver() as receiver:
+        with traced_server(tmp_path_factory.mktemp("served"), {"tracing": receiver.tracing_config(0.0)}) as server:
+            processes = [process.create_time() for process in server.processes()]
+            assert call(server, "double", 1) == 2
+            assert call(server, "recompile", 2) == 4
+            for method, trace_id in traces.items():
+                assert call(server, method, 3, trace_id) == 6
+            server.stop(signal.SIGTERM)
+        return Served(receiver.spans(), traces, processes)
+
+
+def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
+    [span] = [span for span in spans if span.name == name]
     return span
 
 
-def test_a_boot_is_one_tree_from_the_start_of_the_process_to_ready(receiver: OtlpReceiver, tmp_path: Path) -> None:
-    with traced_server(tmp_path, {"tracing": receiver.tracing_config(1.0)}) as server:
-        boot = one(receiver, "bentoml.worker.boot")
-        processes = [process.create_time() for process in server.processes()]
-    startup = one(receiver, "torch_compile.startup")
-    stages = {name: one(receiver, f"torch_compile.{name}") for name in ("lookup", "compile", "phase.dynamo")}
+def test_a_boot_is_one_tree_from_the_start_of_the_process_to_ready(served: Served) -> None:
+    boot, startup = one(served.spans, "bentoml.worker.boot"), one(served.spans, "torch_compile.startup")
+    stages = {name: one(served.spans, f"torch_compile.{name}") for name in ("lookup", "compile", "phase.dynamo")}
 
     assert boot.parent_id == ""
     assert startup.parent_id == boot.span_id
@@ -38,7 +69,7 @@ def test_a_boot_is_one_tree_from_the_start_of_the_process_to_ready(receiver: Otl
     assert {span.trace_id for span in (startup, *stages.values())} == {boot.trace_id}
     assert {span.scope for span in (boot, startup, *stages.values())} == {"bentoml_compile"}
     assert boot.resource["service.name"] == "Traced"
-    assert any(abs(boot.start_ns / 1e9 - started) < 0.02 for started in processes)
+    assert any(abs(boot.start_ns / 1e9 - started) < 0.02 for started in served.processes)
     assert boot.start_ns < startup.start_ns <= startup.end_ns <= boot.end_ns
     assert startup.attributes["torch_compile.model"] == "toy"
     assert stages["lookup"].attributes["torch_compile.outcome"] == "miss"
@@ -47,18 +78,12 @@ def test_a_boot_is_one_tree_from_the_start_of_the_process_to_ready(receiver: Otl
 
 
 @pytest.mark.parametrize("method", ["double", "double_async"])
-def test_a_sampled_call_is_a_child_of_its_request_and_links_to_its_boot(
-    receiver: OtlpReceiver, tmp_path: Path, method: str
-) -> None:
-    trace_id = new_trace()
-    with traced_server(tmp_path, {"tracing": receiver.tracing_config(0.0)}) as server:
-        assert call(server, method, 3, trace_id) == 6
-    inference = one(receiver, "torch_compile.inference")
-    startup = one(receiver, "torch_compile.startup")
+def test_a_sampled_call_is_a_child_of_its_request_and_links_to_its_boot(served: Served, method: str) -> None:
+    spans = served.sampled(method)
+    inference = one(spans, "torch_compile.inference")
 
-    assert inference.parent_id == request_span(receiver, trace_id).span_id
-    assert inference.trace_id == trace_id
-    assert [link.span_id for link in inference.links] == [startup.span_id]
+    assert inference.parent_id == one(spans, f"POST /{method}").span_id
+    assert [link.span_id for link in inference.links] == [one(served.spans, "torch_compile.startup").span_id]
     attributes = {name.removeprefix("torch_compile."): v for name, v in inference.attributes.items()}
     parts = attributes["compile_seconds"] + attributes["inference_seconds"] + attributes["queue_seconds"]
     assert parts == pytest.approx(inference.seconds, abs=1e-9)
@@ -66,26 +91,32 @@ def test_a_sampled_call_is_a_child_of_its_request_and_links_to_its_boot(
     assert (attributes["shape"], attributes["batch_size"]) == ("x: float32[1]", 1)
 
 
-def test_without_sampling_only_boots_and_recompiles_are_exported(receiver: OtlpReceiver, tmp_path: Path) -> None:
-    with traced_server(tmp_path, {"tracing": receiver.tracing_config(0.0)}) as server:
-        assert call(server, "double", 1) == 2
-        assert call(server, "recompile", 2) == 4
-    recompile = one(receiver, "torch_compile.recompile")
+def test_without_sampling_only_boots_and_recompiles_are_exported(served: Served) -> None:
+    recompile = one(served.unsampled, "torch_compile.recompile")
 
-    assert one(receiver, "torch_compile.startup")
+    assert one(served.unsampled, "torch_compile.startup")
     assert recompile.parent_id != ""  # its request's span, which is not exported
     assert recompile.attributes["torch_compile.recompile_reason"] == "size mismatch at index 0"
     assert recompile.attributes["torch_compile.compile_seconds"] == pytest.approx(recompile.seconds)
-    assert {span.scope for span in receiver.spans()} == {"bentoml_compile"}
-    assert receiver.spans("torch_compile.inference") == []
+    assert {span.scope for span in served.unsampled} == {"bentoml_compile"}
+    assert "torch_compile.inference" not in {span.name for span in served.unsampled}
 
 
-def test_a_recompile_in_a_sampled_call_is_a_child_of_the_inference_span(receiver: OtlpReceiver, tmp_path: Path) -> None:
+def test_sigterm_right_after_a_request_loses_no_span(served: Served) -> None:
+    last = list(served.traces)[-1]
+    assert {f"POST /{last}", "torch_compile.inference"} <= {span.name for span in served.sampled(last)}
+
+
+def test_a_recompile_in_a_sampled_call_is_below_the_inference_and_sigint_loses_neither(
+    receiver: OtlpReceiver, tmp_path: Path
+) -> None:
     with traced_server(tmp_path, {"tracing": receiver.tracing_config(1.0)}) as server:
         call(server, "recompile", 2)
-    inference = one(receiver, "torch_compile.inference")
-    recompile = one(receiver, "torch_compile.recompile")
+        server.stop(signal.SIGINT)
+    inference = one(receiver.spans(), "torch_compile.inference")
+    recompile = one(receiver.spans(), "torch_compile.recompile")
 
+    assert one(receiver.spans(), "POST /recompile").span_id == inference.parent_id
     assert recompile.parent_id == inference.span_id
     assert inference.attributes["torch_compile.compile_seconds"] == pytest.approx(recompile.seconds)
 
@@ -98,9 +129,22 @@ def test_a_service_without_compiled_models_has_no_boot_span(receiver: OtlpReceiv
     assert receiver.spans("bentoml.worker.boot") == []
 
 
+def test_a_service_without_compiled_models_exports_its_requests_as_the_variables_say(
+    receiver: OtlpReceiver, tmp_path: Path
+) -> None:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.base_url}
+    with traced_server(tmp_path, {"tracing": {"sample_rate": 1.0}}, env, target="service:Plain") as server:
+        call(server, "echo", 1)
+    receiver.wait_for("POST /echo")  # not lost at the worker's end, either
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("raise", "RuntimeError: no such weights"), ("exit", "SystemExit: 3"), ("crash", "RuntimeError: out of luck")],
+    [
+        ("raise", "RuntimeError: no such weights"),
+        pytest.param("exit", "SystemExit: 3", marks=pytest.mark.soak),
+        ("crash", "RuntimeError: out of luck"),
+    ],
 )
 def test_a_boot_that_fails_is_exported_with_its_error(
     receiver: OtlpReceiver, tmp_path: Path, how: str, message: str
@@ -121,7 +165,7 @@ def test_a_boot_that_fails_is_exported_with_its_error(
 def test_an_endpoint_in_the_environment_is_enough_to_export_boots(receiver: OtlpReceiver, tmp_path: Path) -> None:
     with traced_server(tmp_path, {}, {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.base_url}) as server:
         call(server, "double", 1)
-    assert one(receiver, "bentoml.worker.boot")
+    assert one(receiver.spans(), "bentoml.worker.boot")
     assert receiver.spans("torch_compile.inference") == []  # BentoML's sample_rate, 0 by default, still decides
 
 
@@ -136,7 +180,7 @@ def test_with_an_exporter_from_the_environment_the_sample_rate_of_bentoml_decide
     with traced_server(tmp_path, {"tracing": {"sample_rate": 1.0}}, env) as server:
         call(server, "double", 1)
     [request] = [span for span in receiver.spans() if span.name == "POST /double"]
-    assert one(receiver, "torch_compile.inference").parent_id == request.span_id
+    assert one(receiver.spans(), "torch_compile.inference").parent_id == request.span_id
 
 
 def test_a_global_provider_comes_before_the_environment(receiver: OtlpReceiver, tmp_path: Path) -> None:
@@ -144,11 +188,12 @@ def test_a_global_provider_comes_before_the_environment(receiver: OtlpReceiver, 
         env = {"GLOBAL_ENDPOINT": receiver.endpoint, "OTEL_EXPORTER_OTLP_ENDPOINT": unused.base_url}
         with traced_server(tmp_path, {"tracing": {"sample_rate": 1.0}}, env) as server:
             call(server, "double", 1)
-        assert one(receiver, "torch_compile.startup")
-        assert one(receiver, "torch_compile.inference")
+        assert one(receiver.spans(), "torch_compile.startup")
+        assert one(receiver.spans(), "torch_compile.inference")
         assert unused.spans() == []
 
 
+@pytest.mark.soak
 def test_the_disabled_sdk_exports_nothing(receiver: OtlpReceiver, tmp_path: Path) -> None:
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.base_url, "OTEL_SDK_DISABLED": "true"}
     with traced_server(tmp_path, {"tracing": {"sample_rate": 1.0}}, env) as server:
@@ -156,25 +201,16 @@ def test_the_disabled_sdk_exports_nothing(receiver: OtlpReceiver, tmp_path: Path
     assert receiver.spans() == []
 
 
+@pytest.mark.soak
 def test_an_unknown_exporter_is_a_log_line_and_not_an_error(tmp_path: Path) -> None:
     with traced_server(tmp_path, {}, {"OTEL_TRACES_EXPORTER": "carrier_pigeon"}) as server:
         assert call(server, "double", 1) == 2
         assert "OTEL_TRACES_EXPORTER=carrier_pigeon" in server.log
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_right_after_a_request_loses_no_span(
-    receiver: OtlpReceiver, tmp_path: Path, how: signal.Signals
-) -> None:
-    trace_id = new_trace()
-    with traced_server(tmp_path, {"tracing": receiver.tracing_config(1.0)}) as server:
-        call(server, "double", 1, trace_id)
-        server.stop(how)
-        names = [span.name for span in receiver.spans() if span.trace_id == trace_id]
-    assert {"POST /double", "torch_compile.inference"} <= set(names)
-
-
-@pytest.mark.parametrize("accepts", [True, False], ids=["hangs", "refuses"])
+@pytest.mark.parametrize(
+    "accepts", [pytest.param(True, id="hangs"), pytest.param(False, id="refuses", marks=pytest.mark.soak)]
+)
 def test_an_unreachable_collector_changes_no_answer_and_lets_the_server_end(tmp_path: Path, accepts: bool) -> None:
     with socket.socket() as collector:
         collector.bind(("127.0.0.1", 0))
@@ -205,7 +241,7 @@ def test_metrics_of_two_workers_add_up(tmp_path: Path) -> None:
 
 
 def _wait_for(server: Server, name: str, wanted: float, **labels: str) -> None:
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + PATIENCE
     while (seen := value(server.metrics(), name, **labels)) != wanted:
         assert time.monotonic() < ends, f"{name} is {seen}, not {wanted}"
         time.sleep(0.05)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from _bentoml_impl.server.app import ServiceAppFactory
+from _bentoml_impl.server.app import ServiceAppFactory  # type: ignore[import-untyped]
 from bentoml._internal.marshal import dispatcher
 
 from bentoml_compile.bento import batching, boot

@@ -1,6 +1,7 @@
 """Where a model's config comes from: BentoML's merged config of the service that is being constructed.
 
-BentoML keeps its config in the process, so each case runs in a process of its own.
+BentoML keeps its config in the process, so each case runs in a process of its own: most in one that is forked where
+BentoML is imported.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.forked import Forked
 from tests.servers import Server, free_port
 
 SERVICES = """
@@ -53,21 +59,43 @@ class Plain:
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> Iterator[None]:
+    global _forked
+    with Forked(
+        "bentoml", "_bentoml_sdk.service", "_bentoml_sdk.decorators", "bentoml_compile.bento.settings"
+    ) as _forked:
+        yield
+
+
+_forked: Forked
+
+
 def run(directory: Path, script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`script` in a fresh Python, after all of service.py."""
-    return python(directory, "-c", f"from service import *\n{script}", **env)
+    """`script` in a process of its own, after all of service.py."""
+    return _forked.run(f"from service import *\n{script}", directory, env=prepared(directory, **env))
 
 
 def python(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A fresh Python in `directory`, where service.py holds SERVICES unless it exists already."""
+    """A fresh Python in `directory`."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=prepared(directory, **env),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def prepared(directory: Path, **env: str) -> dict[str, str]:
+    """The environment for `directory`, where service.py holds SERVICES unless it exists already."""
     if not (directory / "service.py").exists():
         (directory / "service.py").write_text(SERVICES)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("BENTOML_", "TORCH"))}
     clean |= {"BENTOML_HOME": str(directory / "home"), "BENTOML_DO_NOT_TRACK": "True", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=directory, env=clean | env, capture_output=True, text=True, timeout=120, check=False
-    )
+    return clean | env
 
 
 def output(directory: Path, script: str, **env: str) -> list[str]:
@@ -131,6 +159,14 @@ def test_a_deployment_reaches_one_model_of_a_service(tmp_path: Path) -> None:
     env = {"BENTOML_CONFIG_OPTIONS": "services.Dependency.torch_compile.models.head.verify=false"}
     script = "d = Dependency()\nprint(d.head.mode, d.head.verify, d.config.mode, d.config.verify.strict)"
     assert output(tmp_path, script, **env) == ["default", "False", "max-autotune", "False"]
+
+
+def test_a_deployment_gives_ranges_by_json_or_dotted_paths(tmp_path: Path) -> None:
+    """Dimensions are text in both: an integer key would end BentoML's merge."""
+    script = "print(Plain().config.dynamic)"
+    dotted = {"BENTOML_CONFIG_OPTIONS": "services.Plain.torch_compile.dynamic.input_ids.0=[1,64]"}
+    for env in (dotted, overrides("Plain", dynamic={"input_ids": {"0": [1, 64]}})):
+        assert " ".join(output(tmp_path, script, **env)) == "{'input_ids': {0: (1, 64)}}"
 
 
 def test_a_deployment_configures_a_service_that_says_nothing_itself(tmp_path: Path) -> None:
@@ -215,10 +251,24 @@ thread.join()
 
 def test_a_legacy_runner_reads_the_section_of_its_own_name(tmp_path: Path) -> None:
     script = """
+from service import *
 bentoml.server_context.service_name = "my-runner"  # as BentoML's runner process sets it
 print(settings.settings_for("model").mode)
 """
-    assert output(tmp_path, script, **overrides("my-runner", mode="max-autotune")) == ["max-autotune"]
+    # not forked: BentoML merges a config that is no service's when it is imported
+    done = python(tmp_path, "-c", script, **overrides("my-runner", mode="max-autotune"))
+    assert (done.returncode, done.stdout) == (0, "max-autotune\n"), done.stderr
+
+
+@pytest.mark.parametrize("services", [None, {"my-runner": None}, {"my-runner": 7}], ids=["none", "empty", "a number"])
+def test_a_legacy_runner_of_which_the_config_says_nothing_has_its_own_section(tmp_path: Path, services: Any) -> None:
+    script = """
+from service import *
+bentoml.server_context.service_name = "my-runner"
+print(settings.settings_for("model").mode)
+"""
+    done = python(tmp_path, "-c", script, BENTOML_CONFIG_OVERRIDES=json.dumps({"services": services}))
+    assert (done.returncode, done.stdout) == (0, "default\n"), done.stderr[-2000:]
 
 
 def test_bentomls_home_is_found_without_being_created(tmp_path: Path) -> None:

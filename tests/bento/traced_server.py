@@ -28,13 +28,15 @@ def traced_server(
 
 def call(server: Server, method: str, value: object, trace_id: str | None = None, sampled: bool = True) -> Any:
     """Calls an API method; with `trace_id`, as part of that trace."""
-    headers = {}
-    if trace_id is not None:
-        headers["traceparent"] = f"00-{trace_id}-{secrets.token_hex(8)}-{int(sampled):02d}"
+    return post(server, method, value, trace_id, sampled).raise_for_status().json()
+
+
+def post(
+    server: Server, method: str, value: object, trace_id: str | None = None, sampled: bool = True
+) -> httpx.Response:
+    headers = {} if trace_id is None else {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-{int(sampled):02d}"}
     argument = "xs" if isinstance(value, list) else "x"
-    answer = httpx.post(f"{server.base_url}/{method}", json={argument: value}, headers=headers, timeout=30)
-    answer.raise_for_status()
-    return answer.json()
+    return httpx.post(f"{server.base_url}/{method}", json={argument: value}, headers=headers, timeout=30)
 
 
 def new_trace() -> str:

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from bentoml_compile.engines.limits import TimeLimitReached, prompt_termination, time_limit
+from bentoml_compile.engines.limits import Interruption, ProcessEnds, TimeLimitReached, prompt_termination, time_limit
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # the other method takes SIGALRM for itself
 
@@ -152,3 +152,28 @@ def test_outside_of_the_main_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join(60)
     assert seen == [True]
+
+
+def test_an_interrupted_thread_starts_no_other_compiler() -> None:
+    """As Inductor does where one has failed."""
+    interruptions: list[Interruption] = []
+    raised: list[type[BaseException]] = []
+    started, before = threading.Event(), set(psutil.Process().children())
+
+    def compile_again() -> None:
+        interruptions.append(Interruption())
+        try:
+            while True:
+                with subprocess.Popen(SLEEPER):
+                    started.set()
+        except BaseException as error:
+            raised.append(type(error))
+
+    thread = threading.Thread(target=compile_again)
+    thread.start()
+    assert started.wait(60)
+    interruptions[0](60)
+    assert not thread.is_alive()
+    assert raised == [ProcessEnds]
+    _, left = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=60)
+    assert left == []

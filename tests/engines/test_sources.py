@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +45,36 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 def sources_of(helper: ModuleType) -> dict[str, str]:
     with watched_sources() as sources:
         helper.scaled(torch.ones(2))
-    return hash_sources(sources)
+    return sources
 
 
 def test_files_of_called_functions_and_the_constants_that_they_name_are_sources(helper: ModuleType) -> None:
-    names = {source for source in sources_of(helper) if not source.startswith("/")}
-    assert names == {f"global {name}" for name in ("helper:FACTOR", "helper:TABLE", "helper:plus", "settings:SCALE")}
-    files = {Path(source).name for source in sources_of(helper) if source.startswith("/")}
-    assert files == {"helper.py", "settings.py"}
+    constants = {f"global {name}" for name in ("helper:FACTOR", "helper:TABLE", "helper:plus", "settings:SCALE")}
+    assert sources_of(helper).keys() == constants | {"module helper", "module settings"}
+
+
+def test_a_file_that_is_no_module_s_is_known_by_its_path(helper: ModuleType, tmp_path: Path) -> None:
+    del sys.modules["helper"]
+    assert {str(tmp_path / "helper.py"), "module settings"} <= sources_of(helper).keys()
+
+
+def test_a_module_is_found_where_it_lies_now(
+    helper: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: known for name, known in sources_of(helper).items() if name.startswith("module ")}
+    (tmp_path / "elsewhere" / "package").mkdir(parents=True)
+    for name in ("helper", "settings"):
+        (tmp_path / f"{name}.py").rename(tmp_path / "elsewhere" / f"{name}.py")
+        del sys.modules[name]
+    (tmp_path / "elsewhere" / "package" / "inner.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    assert hash_sources(before) == before  # and nothing was imported for it
+    assert not {"helper", "settings"} & sys.modules.keys()
+    inner = hash_sources(["module package.inner", "module package.gone", "module gone.inner"])
+    assert [value == "missing" for value in inner.values()] == [True, True, False]  # by name: gone, package.gone, inner
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "helper.py").write_text("other = 1")
+    assert hash_sources(before)["module helper"] != before["module helper"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +93,7 @@ def test_another_value_of_a_global_is_another_source(helper: ModuleType, module:
     assert {source for source in before if now[source] != before[source]} == {f"global {module}:{name}"}
 
 
-def test_a_function_is_known_by_its_closure_too(helper: ModuleType) -> None:
+def test_a_function_is_known_by_its_closure_too(helper: Any) -> None:
     before = sources_of(helper)
     helper.plus = helper.adder(3)
     assert hash_sources(before) == before
@@ -83,22 +107,105 @@ def test_an_edited_file_and_a_global_that_is_gone_are_told(helper: ModuleType, t
     del sys.modules["settings"].SCALE
     now = hash_sources(before)
     assert now["global settings:SCALE"] == "missing"
-    assert {Path(s).name for s in before if now[s] != before[s]} == {"helper.py", "global settings:SCALE"}
+    assert {s for s in before if now[s] != before[s]} == {"module helper", "global settings:SCALE"}
 
 
-def test_a_module_that_is_not_imported_yet_is_known_by_its_file(helper: ModuleType) -> None:
+def test_a_module_that_is_not_imported_yet_is_imported_for_its_globals(helper: ModuleType) -> None:
     before = sources_of(helper)
     del sys.modules["settings"]
-    assert before.keys() - hash_sources(before).keys() == {"global settings:SCALE"}
+    assert hash_sources(before) == before
+
+
+OBJECTS = """
+import dataclasses, enum, functools, os, types
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 2.0
+
+class Inner:
+    scale = 2.0
+
+class Settings:
+    limit = 2.0
+    def __init__(self):
+        self.scale, self.inner, self.untouched = 2.0, Inner(), 2.0
+
+class Mode(enum.Enum):
+    FAST = 2.0
+
+settings, slotted, space = Settings(), Slotted(), types.SimpleNamespace(scale=2.0)
+twice = functools.partial(pow, 2.0)
+
+def through(settings):
+    return settings.scale
+
+def scaled(x):
+    import lazy
+    with open(os.environ["DATA"]) as file:
+        x = x * float(file.read())
+    x = x * settings.inner.scale * getattr(settings, "limit") * slotted.scale * space.scale * twice(1) * Mode.FAST.value
+    return x * through(settings) * Inner.scale * lazy.FACTOR * float(os.getenv("SCALE", "2"))
+"""
+
+
+@pytest.fixture
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "objects.py").write_text(OBJECTS)
+    (tmp_path / "lazy.py").write_text("FACTOR = 2.0")
+    (tmp_path / "data.txt").write_text("2.0")
+    monkeypatch.setenv("DATA", str(tmp_path / "data.txt"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("objects")
+    for name in ("objects", "lazy"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("source", "change"),
+    [
+        ("global objects:settings.scale", "objects.settings.scale = 3.0"),
+        ("global objects:settings.limit", "objects.Settings.limit = 3.0"),
+        ("global objects:settings.inner.scale", "objects.settings.inner.scale = 3.0"),
+        ("global objects:Inner.scale", "objects.Inner.scale = 3.0"),
+        ("global objects:slotted.scale", "objects.slotted.scale = 3.0"),
+        ("global objects:space.scale", "objects.space.scale = 3.0"),
+        ("global objects:twice", "objects.twice = functools.partial(pow, 3.0)"),
+        ("global lazy:FACTOR", "sys.modules['lazy'].FACTOR = 3.0"),
+        ("environment SCALE", "os.environ['SCALE'] = '3'"),
+        ("environment DATA", "os.environ['DATA'] = 'elsewhere'"),
+        ("data.txt", "path.write_text('3.0')"),
+    ],
+)
+def test_whatever_a_function_reads_is_a_source(
+    objects: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, change: str
+) -> None:
+    monkeypatch.setenv("SCALE", "2")
+    path = tmp_path / "data.txt"
+    with watched_sources() as before:
+        objects.scaled(1.0)
+    assert hash_sources(before) == before
+    exec(change, {"objects": objects, "functools": functools, "sys": sys, "os": os, "path": path})
+    now = hash_sources(before)
+    changed = {name for name in before if now[name] != before[name]}
+    assert (str(path) if source == "data.txt" else source) in changed
+    assert not any(name.endswith("untouched") for name in before)
+
+
+def test_a_file_is_known_as_it_was_when_it_ran(objects: ModuleType, tmp_path: Path) -> None:
+    with watched_sources() as before:
+        objects.scaled(1.0)
+    (tmp_path / "objects.py").write_text(OBJECTS.replace("2.0", "3.0"))
+    assert hash_sources(before)["module objects"] != before["module objects"]
 
 
 def test_torch_and_the_standard_library_are_no_sources() -> None:
     with watched_sources() as sources:
         classifier()(ids())
-    files = [source for source in sources if not source.startswith("global ")]
-    assert "models.py" in {Path(file).name for file in files}
-    assert not [file for file in files if Path(torch.__file__).parent in Path(file).parents]
-    assert not [file for file in files if Path(threading.__file__).parent == Path(file).parent]
+    assert "module tests.models" in sources
+    modules = {source.removeprefix("module ") for source in sources if source.startswith("module ")}
+    assert not {name.partition(".")[0] for name in modules} & {"torch", *sys.stdlib_module_names}
+    assert not [source for source in sources if source.startswith("/")]
 
 
 def test_a_profiler_that_was_there_is_there_again() -> None:

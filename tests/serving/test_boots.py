@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from tests.models import classifier
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.servers import Server, value
 
@@ -57,11 +59,17 @@ def receiver() -> Iterator[OtlpReceiver]:
 def boots(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver
 ) -> Iterator[dict[str, Any]]:
-    """A cold boot, a warm one, and what each answered, exported and counted; the second server still runs."""
+    """A cold boot, a warm one, and what each answered, exported and counted; the second server still runs.
+
+    What was compiled ahead of time is loaded without a compiler, from a store that cannot be written.
+    """
     seen: dict[str, Any] = {"engine": request.param}
-    config = {"torch_compile": {"engine": request.param}, "tracing": receiver.tracing_config(1.0)}
+    config: dict[str, Any] = {"torch_compile": {"engine": request.param}, "tracing": receiver.tracing_config(1.0)}
     server = serve(tmp_path_factory.mktemp("home"), **config)
     for name in ("cold", "warm"):
+        if (name, request.param) == ("warm", "aot"):
+            server.env["PATH"] = path_without(tmp_path_factory.mktemp("tools"), *COMPILERS)
+            make_read_only(server.home / "compile")
         receiver.clear()
         server.start(deadline=300)
         try:
@@ -75,6 +83,11 @@ def boots(
         seen[name]["spans"] = receiver.spans()
     with server:
         yield {**seen, "server": server}
+
+
+def make_read_only(store: Path) -> None:
+    for path in [*store.rglob("*"), store]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
 
 
 def children(spans: list[ReceivedSpan], parent: ReceivedSpan) -> list[ReceivedSpan]:
@@ -101,9 +114,10 @@ def test_the_first_boot_compiles_and_the_next_loads(boots: dict[str, Any], boot:
     assert names == {"lookup", step} | ({"verify", "store"} if step == "compile" else set())
 
 
-def test_both_boots_answer_the_same(boots: dict[str, Any]) -> None:
+def test_both_boots_answer_as_the_model(boots: dict[str, Any]) -> None:
     assert boots["cold"]["answer"] == boots["warm"]["answer"]
-    assert len(boots["cold"]["answer"]) == 2
+    expected: torch.Tensor = classifier()(torch.tensor(ROWS))["logits"]
+    assert boots["cold"]["answer"] == [pytest.approx(row, abs=1e-5) for row in expected.tolist()]
 
 
 def test_both_boots_have_one_fingerprint(boots: dict[str, Any]) -> None:
@@ -132,7 +146,8 @@ def test_the_steps_cover_the_startup_span(boots: dict[str, Any], boot: str) -> N
     spans = boots[boot]["spans"]
     startup = one(spans, "torch_compile.startup")
     steps = children(spans, startup)
-    assert sum(step.seconds for step in steps) >= 0.95 * startup.seconds
+    uncovered = startup.seconds - sum(step.seconds for step in steps)
+    assert uncovered <= max(0.05 * startup.seconds, 0.02)  # a busy machine may stop a boot of milliseconds between two
     assert all(startup.start_ns <= step.start_ns <= step.end_ns <= startup.end_ns for step in steps)
     assert startup.parent_id == one(spans, "bentoml.worker.boot").span_id
 
@@ -179,21 +194,10 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_and_the_worker_lives_on(b
     assert "IndexError" in server.log
 
 
-def test_disabled_serves_the_same_answers_eagerly(boots: dict[str, Any], tmp_path: Path) -> None:
+def test_disabled_serves_the_same_answers_eagerly(tmp_path: Path) -> None:
     with serve(tmp_path, torch_compile={"enabled": False}) as server:
-        assert classify(server).json() == [pytest.approx(row, abs=1e-5) for row in boots["warm"]["answer"]]
+        expected: torch.Tensor = classifier()(torch.tensor(ROWS))["logits"]
+        assert classify(server).json() == [pytest.approx(row, abs=1e-5) for row in expected.tolist()]
         [outcome] = [one.labels for one in server.metrics() if one.name == "torch_compile_startup_seconds"]
         assert outcome == {"model": "tiny", "engine": "eager", "outcome": "eager"}
         assert not (tmp_path / "compile").exists()
-
-
-def test_a_warm_boot_needs_neither_a_compiler_nor_a_store_that_can_be_written(tmp_path: Path) -> None:
-    with serve(tmp_path / "home", torch_compile={"engine": "aot"}) as server:
-        answer = classify(server).json()
-    for path in [*(tmp_path / "home" / "compile").rglob("*"), tmp_path / "home" / "compile"]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    env = {"PATH": path_without(tmp_path, *COMPILERS)}
-    with serve(tmp_path / "home", env=env, torch_compile={"engine": "aot"}) as server:
-        assert classify(server).json() == answer
-        labels = {"model": "tiny", "engine": "aot", "outcome": "loaded"}
-        assert value(server.metrics(), "torch_compile_startup_seconds", **labels) > 0

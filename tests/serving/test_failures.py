@@ -57,6 +57,7 @@ def test_a_compiler_that_fails_means_eager_serving(tmp_path: Path) -> None:
         assert "served eagerly: compiler_failed: " in server.log
 
 
+@pytest.mark.soak
 def test_a_compiler_that_hangs_is_ended_by_the_time_limit(tmp_path: Path) -> None:
     compiler = script(tmp_path, "g++", "exec sleep 3600")
     with serve(tmp_path / "home", env={"CXX": compiler}, torch_compile={"time_limit": 15}) as server:
@@ -64,7 +65,7 @@ def test_a_compiler_that_hangs_is_ended_by_the_time_limit(tmp_path: Path) -> Non
         assert [p for p in server.processes() if p.name() == "sleep"] == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_worker_that_compiles_ends_when_it_is_told_to_and_leaves_no_child(
     tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_graph_break_stops_the_boot_and_the_next_one_does_not_compile(tmp_path
             assert server.log.count(words) >= 2
 
 
+@pytest.mark.soak
 def test_the_same_model_is_served_in_parts_if_whole_graphs_are_only_preferred(tmp_path: Path) -> None:
     with serve(tmp_path / "home", "InParts", torch_compile={"fullgraph": "prefer", "backend": "eager"}) as server:
         assert value(server.metrics(), "torch_compile_graph_breaks", model="broken") == 2

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -30,7 +31,7 @@ def test_spans_of_two_exporters_are_appended_to_the_file_that_the_variable_names
     assert [_only_span(line)["name"] for line in lines] == ["first worker", "second worker"]
 
 
-def _only_span(line: dict) -> dict:
+def _only_span(line: dict[str, Any]) -> dict[str, Any]:
     [resource] = line["resourceSpans"]
     [scope] = resource["scopeSpans"]
     [span] = scope["spans"]

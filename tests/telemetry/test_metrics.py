@@ -3,10 +3,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import prometheus_client
 import pytest
@@ -16,14 +16,9 @@ from bentoml_compile.engines.dynamo import start_watching, watch
 from bentoml_compile.listener import Call, Compile, Listeners, Timeline
 from bentoml_compile.report import CompileReport, GraphBreak
 from bentoml_compile.telemetry.metrics import MetricsListener, classify, forget_dead_workers
+from tests import executable
 
-
-@dataclass(frozen=True)
-class Shape:
-    model: str = "encoder"
-    engine: str = "jit"
-    label: str = "x: float32[2, 4]"
-    prepared: bool = True
+Shape = partial(executable.Shape, engine="jit")
 
 
 class Measured:
@@ -80,6 +75,14 @@ def test_a_call_that_raised_is_not_a_latency(measured: Measured) -> None:
     assert measured.value("inference_seconds_count", engine="jit", shape="x: float32[2, 4]") == 1
 
 
+def test_a_plain_call_is_measured_like_any_other(measured: Measured) -> None:
+    measured.listener.called(Call(Shape(), 0, 1_000_000_000))
+    measured.listener.answered(Shape(), 0, 3_000_000_000)
+    labels = {"engine": "jit", "shape": "x: float32[2, 4]"}
+    assert measured.value("inference_seconds_sum", **labels) == pytest.approx(4.0)
+    assert measured.value("inference_seconds_count", **labels) == 2
+
+
 def test_fallbacks_and_unprepared_calls_count(measured: Measured) -> None:
     measured.listener.fallback("encoder", "guard")
     measured.listener.called(Call(Shape(), 0, 10, fallback="guard"))  # the same one, told as a call's
@@ -88,11 +91,18 @@ def test_fallbacks_and_unprepared_calls_count(measured: Measured) -> None:
     assert measured.value("unprepared_total", action="eager") == 1
 
 
+def test_the_share_of_padding_is_measured_for_padded_calls_alone(measured: Measured) -> None:
+    measured.listener.called(Call(Shape(), 0, 10, padding_ratio=0.25))
+    measured.listener.called(Call(Shape(), 0, 10))
+    assert measured.value("padding_ratio_sum", shape="x: float32[2, 4]") == 0.25
+    assert measured.value("padding_ratio_count", shape="x: float32[2, 4]") == 1
+
+
 def recompile_reason(first: tuple[object, ...], then: tuple[object, ...]) -> str:
     """What Dynamo itself says when a function compiled for `first` meets `then`."""
-    start_watching()
     fresh = eval("lambda x, y: x * y")  # a code object of its own, which Dynamo has not seen
-    compiled = torch.compile(fresh, backend="eager", dynamic=False)
+    compiled: Any = torch.compile(fresh, backend="eager", dynamic=False)
+    start_watching()  # not before: where nothing has imported Dynamo there is nothing to watch
     compiled(*first)
     watch.take()
     compiled(*then)

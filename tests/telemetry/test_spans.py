@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import timeit
-from dataclasses import dataclass
 
 import pytest
 from opentelemetry.context import attach, detach
@@ -12,15 +11,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags, set_span_in_context
 
 from bentoml_compile.listener import Call, Compile, Listeners, Timeline
-from bentoml_compile.telemetry.spans import SpanListener, split_seconds
-
-
-@dataclass(frozen=True)
-class Shape:
-    model: str = "encoder"
-    engine: str = "aot"
-    label: str = "x: float32[2, 4]"
-    prepared: bool = True
+from bentoml_compile.telemetry.attributes import split_seconds
+from bentoml_compile.telemetry.spans import SpanListener
+from tests.executable import Shape
 
 
 class Traced:
@@ -119,11 +112,18 @@ def test_a_call_outside_of_any_trace_makes_no_span(traced: Traced) -> None:
 
 def test_a_call_tells_its_fallback_its_error_and_its_device_time(traced: Traced) -> None:
     with traced.tracer.start_as_current_span("request"):
-        traced.call(fallback="out_of_memory", error=RuntimeError("no memory"), device_seconds=0.5, batch_size=2)
+        traced.call(
+            fallback="out_of_memory",
+            error=RuntimeError("no memory"),
+            device_seconds=0.5,
+            batch_size=2,
+            padding_ratio=0.25,
+        )
     [call] = traced.spans("inference")
     assert call.attributes is not None
     assert call.attributes["torch_compile.device_seconds"] == 0.5
     assert call.attributes["torch_compile.batch_size"] == 2
+    assert call.attributes["torch_compile.padding_ratio"] == 0.25
     assert call.status.status_code is StatusCode.ERROR
     assert {event.name for event in call.events} == {"torch_compile.fallback", "exception"}
     assert (call.start_time, call.end_time) == (1_000, 2_000)
@@ -150,14 +150,29 @@ def test_compile_inference_and_queue_sum_to_the_calls_length(
     assert tuple(round(parts[name] * 1e9) for name in names) == expected
 
 
+@pytest.mark.parametrize(("flags", "sampled"), [(0, False), (1, True), (2, False), (3, True)])
+def test_a_call_is_traced_where_the_current_span_is_sampled(traced: Traced, flags: int, sampled: bool) -> None:
+    remote = NonRecordingSpan(SpanContext(1, 2, is_remote=True, trace_flags=TraceFlags(flags)))
+    assert traced.listener.tracing() is False
+    token = attach(set_span_in_context(remote))
+    try:
+        assert traced.listener.tracing() is sampled
+    finally:
+        detach(token)
+
+
 def test_what_an_unsampled_call_costs_is_printed(traced: Traced) -> None:
     unsampled = NonRecordingSpan(SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(0)))
     token = attach(set_span_in_context(unsampled))
     try:
         listeners, shape = Listeners([traced.listener]), Shape()
-        runs = timeit.repeat(lambda: listeners.tell("called", Call(shape, 1, 2)), number=10_000, repeat=3)
-        seconds = min(runs) / 10_000
+
+        def call() -> None:
+            if not listeners.tracing():
+                listeners.answered(shape, 1, 2)
+
+        runs = timeit.repeat(call, number=10_000, repeat=5)
     finally:
         detach(token)
-    print(f"an unsampled call costs the span listener {seconds * 1e6:.2f} us")
+    print(f"an unsampled call costs the span listener {min(runs) / 10_000 * 1e9:.0f} ns")
     assert traced.exporter.get_finished_spans() == ()

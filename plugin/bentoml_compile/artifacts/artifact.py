@@ -7,22 +7,26 @@ import importlib.metadata
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from bentoml_compile.artifacts.axes import FORMAT, Fingerprint
-from bentoml_compile.artifacts.lock import LOCK, DirectoryLock, try_lock
+from bentoml_compile.artifacts.lock import LOCK, FileLock, try_lock
 from bentoml_compile.artifacts.manifest import (
     CACHE,
     MANIFEST,
     USED,
+    FileEntry,
     Manifest,
+    check_files,
     file_names,
     forbid_writing_by_others,
     list_files,
+    remove_temporaries,
     timestamp,
     write_checked,
 )
@@ -39,7 +43,7 @@ class Artifact:
         manifest: what it was made for and of.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, lock: DirectoryLock | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest, lock: FileLock | None = None) -> None:
         self.path = path
         self.manifest = manifest
         self._lock = lock
@@ -124,6 +128,7 @@ class Artifact:
         if self._lock is None or not self._lock.exclusive():
             return False
         try:
+            remove_temporaries(self.path / MANIFEST)
             forbid_writing_by_others(self.cache)
             changed: dict[str, Any] = {"files": list_files(self.path)}
             if decisions is not None:
@@ -139,12 +144,12 @@ class Artifact:
 class Draft:
     """A directory of its own for one compile; leaving the `with` block discards it unless it was sealed."""
 
-    def __init__(self, path: Path, model: str, fingerprint: Fingerprint, lock: DirectoryLock) -> None:
+    def __init__(self, path: Path, model: str, fingerprint: Fingerprint, lock: FileLock) -> None:
         self.path = path
         self.cache = path / CACHE
         self._model = model
         self._fingerprint = fingerprint
-        self._lock: DirectoryLock | None = lock
+        self._lock: FileLock | None = lock
 
     def seal(self, decisions: Mapping[str, Any], sources: Mapping[str, str], engine: str = "jit") -> Artifact:
         """Complete the artifact; from now on other processes find it. It comes back held.
@@ -174,6 +179,31 @@ class Draft:
             creator=f"bentoml-compile {importlib.metadata.version('bentoml-compile')}",
             created=datetime.now(timezone.utc),
         )
+        return self._completed_by(manifest)
+
+    def adopt(self, manifest: Manifest, fetch: Callable[[FileEntry, Path], None]) -> Artifact:
+        """Complete a copy of an artifact that was made elsewhere; as `seal`.
+
+        Args:
+            manifest: that artifact's.
+            fetch: writes one of its files to the path, which is new. What it wrote is checked here.
+
+        Raises:
+            ArtifactRejected: a file is not what the manifest says; or as `seal`.
+            OSError: as `seal`. Whatever `fetch` raises.
+        """
+        if self._lock is None:
+            raise ArtifactRejected(f"{self.path} was sealed or discarded before; ask the store for a new draft")
+        for name, entry in manifest.files.items():
+            path = self.path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fetch(entry, path)
+        forbid_writing_by_others(self.cache)
+        check_files(self.path, manifest.files)
+        return self._completed_by(manifest)
+
+    def _completed_by(self, manifest: Manifest) -> Artifact:
+        assert self._lock is not None
         write_checked(self.path / MANIFEST, manifest.model_dump(mode="json"))
         lock, self._lock = self._lock, None
         if not lock.shared():
@@ -212,6 +242,9 @@ def new_draft(parent: Path, model: str, fingerprint: Fingerprint) -> Draft:
             lock = try_lock(path, exclusive=True)
         except FileNotFoundError:
             continue  # somebody tidied up between the two lines: a directory without a lock is nobody's
+        except OSError:
+            move_away(path)
+            raise
         if lock is None:
             continue
         draft = Draft(path, model, fingerprint, lock)
@@ -230,13 +263,21 @@ def remove_unused(path: Path) -> bool:
     try:
         lock = try_lock(path, exclusive=True)
     except OSError:  # gone, or read-only
-        return False
+        return _cannot_be_locked(path) and move_away(path)
     if lock is None:
         return False
     try:
         return move_away(path)
     finally:
         lock.release()
+
+
+def _cannot_be_locked(path: Path) -> bool:
+    """Whether something else is in the lock's place: then nobody uses the attempt."""
+    try:
+        return not stat.S_ISREG((path / LOCK).lstat().st_mode)
+    except OSError:
+        return False
 
 
 def move_away(path: Path) -> bool:
@@ -252,5 +293,7 @@ def move_away(path: Path) -> bool:
 
 def sweep(parent: Path) -> None:
     """Finish removals that were interrupted."""
-    for path in parent.glob(f"{TRASH}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # gone
+        for name in os.listdir(parent):
+            if name.startswith(TRASH):
+                shutil.rmtree(parent / name, ignore_errors=True)

@@ -80,6 +80,7 @@ class Describer:
 
     def __init__(self, names: Mapping[int, str] | None = None) -> None:
         self.files: set[Path] = set()
+        self._noted: set[str] = set()  # names of files; a large model's functions name the same few thousands of times
         self._names = names or {}
         self._done: dict[int, tuple[object, str]] = {}  # holds the object, so that its id stays its own
         self._open: dict[int, int] = {}
@@ -270,6 +271,9 @@ class Describer:
             self._note_file(getattr(sys.modules.get(module or ""), "__file__", None) or "")
 
     def _note_file(self, name: str) -> None:
+        if name in self._noted:
+            return
+        self._noted.add(name)
         if name.endswith(".py") and Path(name).is_absolute() and not _is_versioned_file(name):
             self.files.add(Path(name))
 

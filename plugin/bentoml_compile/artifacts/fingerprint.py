@@ -16,7 +16,17 @@ from bentoml_compile.config import CompileConfig
 __all__ = ["Fingerprint", "fingerprint"]
 
 # they decide about serving and storing only; what was measured is kept, and asked for or not by each boot
-_NOT_IN_CODE = {"enabled", "on_unprepared", "time_limit", "artifacts", "keep_eager_if_slower"}
+_NOT_IN_CODE = {
+    "enabled",
+    "on_unprepared",
+    "prepare_after",
+    "pad",
+    "startup",
+    "ready_when",
+    "time_limit",
+    "artifacts",
+    "keep_eager_if_slower",
+}
 _LONG = 200  # characters
 
 

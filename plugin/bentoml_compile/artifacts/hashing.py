@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
+import inspect
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from enum import Enum, EnumMeta
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 
@@ -22,13 +28,68 @@ def short_hash(parts: Iterable[str]) -> str:
 
 
 _GLOBAL = "global "
+_MODULE = "module "
+_ENVIRONMENT = "environment "
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+_TORCH_S = ("dtype", "device", "Size", "memory_format", "layout")  # not imported here: `artifacts` lists without torch
+ABSENT = object()
 _MOST_ITEMS = 1000  # of a container; a larger one is data, not a setting
 
 
-def global_source(module: str, name: str) -> str:
-    """How a global that code reads is called among sources, beside the paths of files."""
-    return f"{_GLOBAL}{module}:{name}"
+def global_source(module: str, path: str) -> str:
+    """How a global that code reads, or an attribute of one ("settings.scale"), is called among sources."""
+    return f"{_GLOBAL}{module}:{path}"
+
+
+def environment_source(name: str) -> str:
+    """How an environment variable is called among sources."""
+    return f"{_ENVIRONMENT}{name}"
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """An attribute without running any code of the value's; ABSENT if there is none, or it is computed."""
+    if isinstance(value, EnumMeta):
+        return value.__members__.get(name, ABSENT)
+    if isinstance(value, ModuleType):
+        return vars(value).get(name, ABSENT)
+    found = inspect.getattr_static(value, name, ABSENT)
+    if isinstance(found, MemberDescriptorType):  # of __slots__
+        try:
+            return found.__get__(value, type(value))
+        except AttributeError:
+            return ABSENT
+    return ABSENT if isinstance(found, (property, staticmethod, classmethod)) else found
+
+
+def file_source(path: str, module: object) -> str:
+    """How a file is called among sources: by the module that is loaded from it, since a Bento and its environment may
+    lie elsewhere on the next machine; by its path where there is none.
+    """
+    return f"{_MODULE}{module}" if isinstance(module, str) and _imported_from(module) == path else path
+
+
+def _imported_from(module: str) -> str | None:
+    return None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)
+
+
+def _module_file(module: str) -> str | None:
+    """The file that a module was imported from or, without running anything, would be."""
+    if module in sys.modules:
+        return _imported_from(module)
+    spec = _find_spec(module)
+    return None if spec is None else spec.origin
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    """As importlib.util.find_spec, which would import the packages that the module lies in."""
+    parent = module.rpartition(".")[0]
+    path = None
+    if parent:
+        package = sys.modules.get(parent) or _find_spec(parent)
+        path = getattr(package, "__path__", None) or getattr(package, "submodule_search_locations", None)
+        if path is None:
+            return None
+    return next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
 
 
 def stable_text(value: Any) -> str | None:
@@ -37,7 +98,7 @@ def stable_text(value: Any) -> str | None:
     A function is its bytecode, constants, defaults and closure: a helper may be replaced without any file changing.
     """
     kind = type(value)
-    if kind in _CONSTANTS:
+    if kind in _CONSTANTS or (kind.__module__ == "torch" and kind.__name__ in _TORCH_S):
         return repr(value)
     if kind in (list, tuple) and len(value) <= _MOST_ITEMS:
         return _joined(kind, map(stable_text, value))
@@ -47,6 +108,12 @@ def stable_text(value: Any) -> str | None:
         return _joined(kind, [text for pair in value.items() for text in map(stable_text, pair)])
     if kind is FunctionType:
         return _function_text(value)
+    if kind is BuiltinFunctionType:
+        return f"{value.__module__}.{value.__qualname__}"
+    if kind is functools.partial:
+        return _joined(kind, map(stable_text, (value.func, value.args, value.keywords)))
+    if isinstance(value, Enum):
+        return _joined(kind, [value.name, stable_text(value.value)])
     return None
 
 
@@ -71,23 +138,40 @@ def _code_text(code: CodeType) -> str:
 
 
 def hash_sources(sources: Iterable[str]) -> dict[str, str]:
-    """What each source is now: a file's path and its SHA-256, or a `global_source` and its value's.
+    """What each source is now: a SHA-256 of a file (by its path or `file_source`), or of a global's or an environment
+    variable's value.
 
-    "missing" where a file cannot be read or a global is gone. Left out where the global's module is
-    not imported (yet): it will be what its file, a source as well, makes it.
+    "missing" where a file cannot be read or found, or a value is gone. A global's module is imported, as the model's
+    own code does, unless it is already.
     """
     hashes = {}
     for source in sorted(set(sources)):
-        if not source.startswith(_GLOBAL):
+        if source.startswith(_MODULE):
+            file = _module_file(source.removeprefix(_MODULE))
+            hashes[source] = "missing" if file is None else file_hash(file)
+        elif source.startswith(_GLOBAL):
+            hashes[source] = _global_hash(*source.removeprefix(_GLOBAL).split(":", 1))
+        elif source.startswith(_ENVIRONMENT):
+            hashes[source] = _text_hash(os.environ.get(source.removeprefix(_ENVIRONMENT)))
+        else:
             hashes[source] = file_hash(source)
-        elif (module := source.removeprefix(_GLOBAL).rpartition(":")[0]) in sys.modules:
-            hashes[source] = _global_hash(vars(sys.modules[module]), source.rpartition(":")[2])
     return hashes
 
 
-def _global_hash(values: Mapping[str, Any], name: str) -> str:
-    text = stable_text(values[name]) if name in values else None
-    return "missing" if text is None else hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+def _global_hash(module: str, path: str) -> str:
+    try:
+        value: Any = sys.modules.get(module) or importlib.import_module(module)
+    except (Exception, SystemExit):
+        return "missing"
+    for name in path.split("."):
+        value = attribute_of(value, name)
+        if value is ABSENT:
+            return "missing"
+    return _text_hash(stable_text(value))
+
+
+def _text_hash(text: str | None) -> str:
+    return "missing" if text is None else hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def file_hash(path: str | Path) -> str:

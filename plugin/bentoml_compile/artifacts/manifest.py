@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -11,9 +12,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from bentoml_compile.artifacts.axes import FORMAT, Fingerprint
 from bentoml_compile.artifacts.hashing import file_hash
@@ -23,6 +24,8 @@ from bentoml_compile.errors import ArtifactRejected
 MANIFEST = "manifest.json"
 CACHE = "cache"
 USED = "used"
+MAX_PORTABLE_BYTES = 4 * 2**30  # weights stay outside of an artifact: a large one has some hundred MB
+MAX_PORTABLE_FILES = 10_000
 _TOP = {LOCK, MANIFEST, CACHE, USED}
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -35,8 +38,16 @@ class FileEntry(BaseModel):
     """One file of the cache directory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    size: int
-    sha256: str
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+def _inside_cache(name: str) -> str:
+    """A manifest may come from elsewhere: its files lie in the artifact's own directory, whatever it says."""
+    parts = name.split("/")
+    if parts[0] != CACHE or len(parts) < 2 or {"", ".", ".."}.intersection(parts) or "\0" in name:
+        raise ValueError(f"{name!r} is no file below {CACHE}/")
+    return name
 
 
 class Manifest(BaseModel):
@@ -51,7 +62,7 @@ class Manifest(BaseModel):
     attributes: dict[str, str]
     decisions: dict[str, JsonValue]
     sources: dict[str, str]
-    files: dict[str, FileEntry]
+    files: dict[Annotated[str, AfterValidator(_inside_cache)], FileEntry]
     creator: str
     created: AwareDatetime
 
@@ -69,7 +80,16 @@ def read_manifest(directory: Path) -> Manifest:
         Damaged: it is not what was written.
         OSError: it is missing or cannot be read.
     """
-    content = read_checked(directory / MANIFEST)
+    return parse_manifest(read_checked(directory / MANIFEST))
+
+
+def parse_manifest(content: Mapping[str, Any]) -> Manifest:
+    """The manifest that was written as `content`.
+
+    Raises:
+        ArtifactRejected: of a format that this version does not read.
+        Damaged: it is not what was written.
+    """
     if content.get("format") != FORMAT:
         raise ArtifactRejected(f"format {content.get('format')!r}; this version reads {FORMAT}")
     try:
@@ -82,10 +102,29 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def check_portable(manifest: Manifest) -> None:
+    """Make sure that an artifact is of a kind that travels, and of a size that may be copied.
+
+    Raises:
+        ArtifactRejected: the reason.
+    """
+    if manifest.engine != "aot":
+        raise ArtifactRejected(f"made by engine {manifest.engine!r}; only 'aot' artifacts leave the machine")
+    if manifest.size > MAX_PORTABLE_BYTES or len(manifest.files) > MAX_PORTABLE_FILES:
+        raise ArtifactRejected(
+            f"{len(manifest.files)} files of {manifest.size} bytes; at most {MAX_PORTABLE_FILES} of "
+            f"{MAX_PORTABLE_BYTES} are copied"
+        )
+
+
 def list_files(directory: Path) -> dict[str, FileEntry]:
-    """Every file below `cache/` with its size and hash, without Inductor's locks."""
+    """Every file below `cache/` with its size and hash, without Inductor's locks.
+
+    Raises:
+        OSError: something cannot be read.
+    """
     return {
-        name: FileEntry(size=(directory / name).stat().st_size, sha256=file_hash(directory / name))
+        name: FileEntry(size=(directory / name).stat().st_size, sha256=_hash_of(directory / name))
         for name in file_names(directory)
     }
 
@@ -97,6 +136,15 @@ def file_names(directory: Path) -> set[str]:
         for path, status in _walk(directory / CACHE)
         if stat.S_ISREG(status.st_mode) and not _is_inductor_lock(path, status)
     }
+
+
+def disk_usage(directory: Path) -> int:
+    """Bytes of everything in it that can be read."""
+    size = 0
+    with contextlib.suppress(OSError):
+        for _, status in _walk(directory):
+            size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return size
 
 
 def forbid_writing_by_others(directory: Path) -> None:
@@ -117,6 +165,9 @@ def check_files(directory: Path, files: Mapping[str, FileEntry]) -> None:
     surplus = sorted(name for name in set(os.listdir(directory)) - _TOP if not name.startswith(f".{MANIFEST}."))
     if surplus:
         raise Damaged(f"{surplus[0]} is not listed in {MANIFEST}")
+    for name in (LOCK, MANIFEST, USED):
+        if (directory / name).is_symlink() or ((directory / name).exists() and not (directory / name).is_file()):
+            raise Damaged(f"{name} is not a file")
     missing = dict(files)
     for path, status in _walk(directory / CACHE):
         name = str(path.relative_to(directory))
@@ -129,13 +180,16 @@ def check_files(directory: Path, files: Mapping[str, FileEntry]) -> None:
             raise Damaged(f"{name} is not listed in {MANIFEST}")
         if status.st_size != entry.size:
             raise Damaged(f"{name} has {status.st_size} bytes instead of {entry.size}")
-        content = file_hash(path)
-        if content == "missing":
-            raise OSError(f"{name} cannot be read")
-        if content != entry.sha256:
+        if _hash_of(path) != entry.sha256:
             raise Damaged(f"{name} was altered")
     if missing:
         raise Damaged(f"{min(missing)} is missing")
+
+
+def _hash_of(path: Path) -> str:
+    if (content := file_hash(path)) == "missing":
+        raise OSError(f"{path} cannot be read")
+    return content
 
 
 def check_permissions(directory: Path) -> None:
@@ -179,24 +233,48 @@ def write_checked(path: Path, content: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
+
+
+def remove_temporaries(path: Path) -> None:
+    """What a `write_checked` of `path` that was killed has left; nobody may be writing."""
+    for name in os.listdir(path.parent):
+        if name.startswith(f".{path.name}."):
+            with contextlib.suppress(OSError):
+                (path.parent / name).unlink()
 
 
 def read_checked(path: Path) -> dict[str, Any]:
     """The content that `write_checked` wrote.
 
     Raises:
-        Damaged: a byte of it is not what was written.
+        Damaged: a byte of it is not what was written, or it is no file.
         OSError: it is missing or cannot be read.
     """
+    written = _read_file(path)
     try:
-        outer = json.loads(path.read_bytes())
+        outer = json.loads(written)
         content: dict[str, Any] = outer["content"]
         if outer["sha256"] == _checksum(content) and isinstance(content, dict):
             return content
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise Damaged(f"{path.name} is damaged")
+
+
+def _read_file(path: Path) -> bytes:
+    """Follows no link, and never waits for who writes into a pipe."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise Damaged(f"{path.name} is not a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{path.name} is not a file")
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 def timestamp(path: Path) -> datetime | None:
@@ -210,7 +288,8 @@ def _checksum(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Have the directory's names on the disk, where the file system can."""
     with contextlib.suppress(OSError):  # some network file systems refuse
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

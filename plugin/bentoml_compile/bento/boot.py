@@ -7,11 +7,13 @@ the span `bentoml.worker.boot`; `listeners()` is what `compile_model` reports to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import psutil
@@ -20,9 +22,12 @@ from bentoml._internal.context import server_context
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, Tracer
 
+from bentoml_compile.background import background
+from bentoml_compile.engines.limits import ProcessEnds
 from bentoml_compile.listener import Listener
+from bentoml_compile.telemetry.attributes import fail
 from bentoml_compile.telemetry.metrics import MetricFactory, MetricsListener
 from bentoml_compile.telemetry.provider import always_on, attach_exporter, flush
 from bentoml_compile.telemetry.spans import SpanListener
@@ -30,6 +35,7 @@ from bentoml_compile.telemetry.spans import SpanListener
 logger = logging.getLogger("bentoml_compile")
 
 TRACER = "bentoml_compile"
+INTERRUPT_SECONDS = 2.0  # what a compile in the background may add to it, where it is deep in native code
 FLUSH_SECONDS = 3.0  # what an unreachable collector may add to a worker's end; Kubernetes kills after 30
 
 AppMethod = Callable[[Any, Any], Awaitable[None]]
@@ -52,8 +58,7 @@ class Boot:
         if self._span is None:
             return
         if error is not None:
-            self._span.record_exception(error)
-            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+            fail(self._span, error, None)
         self._span.end()
 
 
@@ -87,6 +92,7 @@ def install() -> None:
     """Makes BentoML's workers trace their boot and lose no span at their end; once, however often it is called."""
     try:
         _patch_app_factory()
+        _patch_legacy_app_factories()
     except (ImportError, AttributeError) as error:
         logger.warning(
             "tracing: no bentoml.worker.boot span, this BentoML starts its workers in another way: %s", error
@@ -150,14 +156,19 @@ def _process_start_ns() -> int:
     return min(now, int(psutil.Process().create_time() * 1e9))
 
 
-async def _traced_boot(create_instance: AppMethod, factory: Any, app: Any) -> None:
+@contextlib.contextmanager
+def _booting() -> Iterator[None]:
     _process.is_worker = True
     boot = _process.boot = Boot(_process_start_ns())
+    _try(_span_listener)  # where nothing is compiled, too: a request's trace begins in the service that passes it on
     try:
-        await create_instance(factory, app)
+        yield
     except BaseException as error:
         boot.end(error)
         _flush(FLUSH_SECONDS)  # now: the process is about to end, and not every end runs exit handlers
+        if isinstance(error, (ProcessEnds, KeyboardInterrupt)):
+            logger.info("told to end during the boot")
+            raise type(error)(*error.args) from None  # a hundred lines of the compiler's traceback say nothing here
         raise
     else:
         boot.end(None)
@@ -166,11 +177,22 @@ async def _traced_boot(create_instance: AppMethod, factory: Any, app: Any) -> No
         _process.boot = None
 
 
+async def _traced_boot(create_instance: AppMethod, factory: Any, app: Any) -> None:
+    with _booting():
+        await create_instance(factory, app)
+
+
 async def _flushed_end(destroy_instance: AppMethod, factory: Any, app: Any) -> None:
     try:
         await destroy_instance(factory, app)
     finally:
-        await asyncio.to_thread(_flush, FLUSH_SECONDS)
+        await _flush_at_end()
+
+
+async def _flush_at_end() -> None:
+    if server_context.service_name is not None:  # else somebody else's process (a test), which goes on
+        await asyncio.to_thread(background.end, INTERRUPT_SECONDS)
+    await asyncio.to_thread(_flush, FLUSH_SECONDS)
 
 
 def _flush(seconds: float) -> None:
@@ -191,6 +213,33 @@ def _patch_app_factory() -> None:
     create, destroy = ServiceAppFactory.create_instance, ServiceAppFactory.destroy_instance
     ServiceAppFactory.create_instance = _wrapped(create, _traced_boot)
     ServiceAppFactory.destroy_instance = _wrapped(destroy, _flushed_end)
+
+
+def _patch_legacy_app_factories() -> None:
+    """The same for a legacy runner's process, and for a legacy service's API worker, in which embedded runners live.
+
+    Both make their runners in `lifespan`. They are private; checked with BentoML 1.4.40.
+    """
+    from bentoml._internal.server.http_app import HTTPAppFactory
+    from bentoml._internal.server.runner_app import RunnerAppFactory
+
+    for factory in (HTTPAppFactory, RunnerAppFactory):
+        if not hasattr(factory.lifespan, "__bentoml_compile__"):
+            factory.lifespan = _traced_lifespan(factory.lifespan)  # type: ignore[method-assign]
+
+
+def _traced_lifespan(lifespan: Callable[[Any, Any], AbstractAsyncContextManager[None]]) -> Any:
+    @contextlib.asynccontextmanager
+    @functools.wraps(lifespan)
+    async def traced(self: Any, app: Any) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(_flush_at_end)
+            with _booting():
+                await stack.enter_async_context(lifespan(self, app))
+            yield
+
+    traced.__bentoml_compile__ = True  # type: ignore[attr-defined]
+    return traced
 
 
 def _wrapped(original: AppMethod, around: Callable[[AppMethod, Any, Any], Awaitable[None]]) -> Any:

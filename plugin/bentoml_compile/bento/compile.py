@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from bentoml_compile import model as core
-from bentoml_compile.bento import batching, boot, settings
+from bentoml_compile.bento import batching, boot, readiness, runners, settings, streams
 from bentoml_compile.config import CompileConfig
 from bentoml_compile.model import CompiledModel
 
 settings.install()
+runners.install()
 boot.install()
 batching.install()
+streams.install()
 
 if (logger := logging.getLogger("bentoml_compile")).level == logging.NOTSET:
     logger.setLevel(logging.getLogger("bentoml").getEffectiveLevel())  # a boot's summary is info, as BentoML's own are
@@ -56,12 +58,15 @@ def compile_model(
         GraphBreakError: `fullgraph: require` and the model is not one graph.
         VerificationError: `verify.strict` and the compiled result differs from eager.
     """
-    return core.compile_model(
+    compiled = core.compile_model(
         model,
         example_inputs=example_inputs,
         name=name,
         method=method,
-        config=settings.settings_for(name) if config is None else config,
+        config=settings.config_of(name, config),
         listeners=boot.listeners(),
         default_store=settings.bentoml_home() / "compile",
+        bundle=settings.bundle_root() or runners.bundle_root(),
     )
+    readiness.follow(compiled)
+    return compiled

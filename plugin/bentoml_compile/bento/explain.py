@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import bentoml
-
-from bentoml_compile.errors import CompileError
+from bentoml_compile.bento.live import Worker
+from bentoml_compile.bento.warm import ask
 from bentoml_compile.model import explaining
 from bentoml_compile.report import GraphBreak
 
+Breaks = list[tuple[str, tuple[GraphBreak, ...]]]
 
-def explain(target: str) -> list[tuple[str, tuple[GraphBreak, ...]]]:
+
+def explain(target: str) -> Breaks:
     """Load a service as its worker would, construct it, and collect each model's graph breaks.
 
     Models of its dependencies belong to those services: name one as "service:Entry.dependency".
@@ -18,15 +19,16 @@ def explain(target: str) -> list[tuple[str, tuple[GraphBreak, ...]]]:
         target: what `bentoml serve` takes: "service:Name", a Bento's tag or a folder.
 
     Returns:
-        Model name and graph breaks, in the order of the service's `compile_model` calls.
+        Model name and graph breaks, in the order of the service's `compile_model` calls; of a legacy service, those of
+        one runner after another.
 
     Raises:
-        CompileError: the target is a legacy service. ConfigError: its torch_compile section cannot be used.
-        bentoml.exceptions.BentoMLException: it cannot be loaded. Whatever the service's `__init__` raises.
+        As `warm`.
     """
-    service = bentoml.load(target, standalone_load=True)  # standalone: the working folder stays the service's
-    if not isinstance(service, bentoml.Service):
-        raise CompileError(f"{target} is a legacy service; explain needs a class decorated with @bentoml.service")
+    return [model for models in ask(target, _of_worker) for model in models]
+
+
+def _of_worker(worker: Worker) -> Breaks:
     with explaining() as found:
-        service()
+        worker.warm(lambda warmed: None)
     return list(found)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bentoml_compile.shapes import ExampleInput, Path, leaves
+from bentoml_compile.shapes import ExampleInput, Path, argument_name, tensor_leaves
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -29,7 +29,7 @@ class Bound:
 
     name: str
     position: int | None  # where the argument stands if it is not given by name
-    path: Sequence[Any]
+    path: tuple[Any, ...]
     low: int
     high: int
 
@@ -61,9 +61,9 @@ def find_indexing(run: Callable[..., Any], example: ExampleInput, names: tuple[s
     An input counts as indexing directly also through views, casts and copies of it, but not through arithmetic.
     """
     inputs = {
-        path: leaf
-        for path, leaf in leaves((example.args, example.kwargs))
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.numel()
+        path: tensor
+        for path, tensor in tensor_leaves((example.args, example.kwargs))
+        if tensor.device.type == "cpu" and tensor.numel()
     }
     # no_grad, not inference_mode: there, composite operators reach the tracker whole and hide what they index.
     # force_eager: a function that the model itself compiles, met under a tracker, is skipped by Dynamo for good.
@@ -81,7 +81,7 @@ def find_indexing(run: Callable[..., Any], example: ExampleInput, names: tuple[s
 def _bound(path: Path, low: int, high: int, names: tuple[str, ...]) -> Bound:
     argument, rest = path[1], path[2:]  # path[0] tells args (0) from kwargs (1)
     if path[0] == 0:
-        return Bound(names[argument] if argument < len(names) else "", argument, rest, low, high)
+        return Bound(argument_name(names, argument), argument, rest, low, high)
     return Bound(argument, names.index(argument) if argument in names else None, rest, low, high)
 
 
@@ -138,7 +138,7 @@ def _indexed(packet: Any, args: Any, kwargs: dict[str, Any]) -> list[tuple[Any, 
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [tensor for _, tensor in tensor_leaves(value)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from bentoml_compile.engines.bounds import find_indexing
+from bentoml_compile.engines.bounds import Indexing, find_indexing
 from bentoml_compile.engines.failures import Failure, classify, out_of_memory
 from bentoml_compile.engines.phases import Phase
 from bentoml_compile.engines.sources import watched_sources
 from bentoml_compile.errors import ConfigError
-from bentoml_compile.prepared import PreparedShape
+from bentoml_compile.prepared import PreparedShape, Target
 from bentoml_compile.report import GraphBreak
+from bentoml_compile.shapes import ExampleInput, describe
 
 OnFailure = Callable[[PreparedShape, Failure], None]
 
@@ -22,32 +23,53 @@ class Record:
     """Filled by a build also when it fails: the trace, the report and the artifact need it."""
 
     phases: list[Phase] = field(default_factory=list)
-    sources: set[str] = field(default_factory=set)  # see engines/sources.py
+    sources: dict[str, str] = field(default_factory=dict)  # with their hashes when the eager run ended, see sources.py
     breaks: tuple[GraphBreak, ...] = ()
 
+    def took(self, phases: Iterable[Phase], shape: str = "") -> None:
+        """Adds the phases of one stretch of the build."""
+        before = len(self.phases)
+        for phase in phases:
+            parent = None if phase.parent is None else phase.parent + before
+            self.phases.append(dataclasses.replace(phase, parent=parent, shape=shape))
 
-def examine(shape: PreparedShape, eager: Callable[..., Any], names: tuple[str, ...], record: Record) -> None:
-    """Finds what eager does with the shape's inputs by running it once, unless an artifact has told.
+
+def examine(target: Target, shape: PreparedShape, record: Record) -> None:
+    """Finds what eager does with the shape's inputs by running it, unless an artifact has told.
 
     Raises:
-        ConfigError: the model cannot run this example at all.
+        ConfigError: the model cannot run this example, or one at the corners of its ranges, at all.
     """
     if shape.bounds is not None:
         return
-    inputs = shape.example.clone()
-    try:
-        with watched_sources() as sources:
-            indexing = find_indexing(eager, inputs, names)
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"model {shape.model!r}: the model itself, not compiled, raises for the example input ({shape.label}): "
-            f"{type(error).__name__}: {error}. Correct example_inputs or the model."
-        ) from error
-    shape.bounds, shape.computes_indices = indexing.bounds, indexing.computed
-    record.sources |= sources
-    shape.writes_inputs = not inputs.equals(shape.example)
+    found: list[Indexing] = []
+    for example in shape.inputs():
+        inputs = example.clone()
+        try:
+            with watched_sources() as sources:
+                found.append(find_indexing(target.trial, inputs, target.names))
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise _cannot_run(target, shape, example, error) from error
+        record.sources = {**sources, **record.sources}
+        shape.writes_inputs = shape.writes_inputs or not inputs.equals(example)
+    # a bound that changes with the sizes cannot be checked before a call: such code must stand a wrong index
+    everywhere = set(found[0].bounds).intersection(*(one.bounds for one in found))
+    shape.bounds = tuple(bound for bound in found[0].bounds if bound in everywhere)
+    shape.computes_indices = any(one.computed or set(one.bounds) != everywhere for one in found)
+
+
+def _cannot_run(target: Target, shape: PreparedShape, example: ExampleInput, error: Exception) -> ConfigError:
+    given = describe(example, target.names)
+    what, where = "the example input", "example_inputs"
+    # e.g. an index that is out of range where there are fewer rows to pick from
+    if example is not shape.example:
+        what, where = f"the example's values at an end of the range {shape.label}, ", "dynamic, example_inputs"
+    return ConfigError(
+        f"model {target.name!r}: the model itself, not compiled, raises for {what} ({given}): "
+        f"{type(error).__name__}: {error}. Correct {where} or the model."
+    )
 
 
 def shape_failure(error: Exception) -> Failure:

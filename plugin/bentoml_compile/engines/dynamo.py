@@ -242,6 +242,25 @@ def _recompile_reason(args: Any) -> str:
 watch = CompileWatch()
 
 
+class _LimitWatch(logging.Filter):
+    """Dynamo says in its log alone that it gives up on some code (torch 2.13: "hit config.recompile_limit (8)")."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config."):
+            name, limit = (*(record.args if isinstance(record.args, tuple) else ()), "a limit", "")[:2]
+            now = time.time_ns()
+            watch.compiles.append(Compile(now, now, f"{name} ({limit}) reached"))
+        return True
+
+
+_limit_watch = _LimitWatch()
+
+
+def is_recompile_limit(compile_: Compile) -> bool:
+    """Whether it stands for Dynamo giving up, and not for a compile."""
+    return compile_.reason.endswith(" reached")
+
+
 def start_watching() -> None:
     """Registers `watch` with Dynamo, if it is not. Without torch's callbacks recompiles are not counted.
 
@@ -250,6 +269,7 @@ def start_watching() -> None:
     """
     if "torch._dynamo" not in sys.modules:
         return
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_limit_watch)  # once, however often
     try:
         from torch._dynamo.callback import callback_handler
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bentoml_compile.shapes import ExampleInput
+from bentoml_compile.shapes import ExampleInput, tensor_leaves
 
 
 def eager_callable(model: torch.nn.Module, method: str) -> Callable[..., Any]:
@@ -47,5 +47,11 @@ def unchanged(model: torch.nn.Module) -> Iterator[None]:
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer; the CPU for a model without any."""
-    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
-    return tensor.device if tensor is not None else torch.device("cpu")
+    return next((tensor.device for tensor in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+
+def device_of_call(model: torch.nn.Module, inputs: ExampleInput) -> torch.device:
+    """The model's; for one without parameters and buffers that of the first tensor in the call."""
+    tensors = (tensor for _, tensor in tensor_leaves((inputs.args, inputs.kwargs)))
+    first = next(itertools.chain(model.parameters(), model.buffers(), tensors), None)
+    return first.device if first is not None else torch.device("cpu")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from dataclasses import dataclass
 
 import torch
+
+from bentoml_compile.errors import ConfigError, GraphBreakError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +21,26 @@ class Failure:
         return f"{self.reason}: {self.message}"
 
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "out of memory allocating",  # cc1plus
+    "virtual memory exhausted",
+    "Killed signal terminated program",  # g++, of a cc1plus that the kernel killed
+)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Also for torch's CPU allocator, which raises a plain RuntimeError."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    return any(words in str(error) for words in ("can't allocate memory", "std::bad_alloc"))
+    said = f"{error} {getattr(error, 'output', '')} {getattr(error, 'stderr', '')}"
+    return any(words in said for words in _OUT_OF_MEMORY)
 
 
 def classify(error: BaseException) -> Failure:
     """Looks through the chain of causes: Dynamo and Inductor wrap the error that matters."""
-    chain = _chain(error)
+    chain = causes(error)
     names = {type(link).__name__ for link in chain}
     text = "\n".join(str(link) for link in chain)
     first_line = (str(chain[-1]).strip().splitlines() or [type(chain[-1]).__name__])[0][:300]
@@ -40,6 +53,10 @@ def classify(error: BaseException) -> Failure:
             "no_compiler",
             "no C++ compiler found; install one (Debian: apt-get install g++; RHEL: dnf install gcc-c++) or set CXX",
         )
+    if isinstance(error, (GraphBreakError, ConfigError)):
+        return Failure("graph_break" if isinstance(error, GraphBreakError) else "config", first_line)
+    if "CompilerProcessError" in names and len(chain) == 1:
+        return Failure("compiler_died", f"{first_line}; give the machine more memory, or prepare fewer shapes")
     if "TritonMissing" in names:
         return Failure("no_compiler", "Triton is not installed; pip install triton")
     if any(isinstance(link, OSError) and link.errno in (28, 122) for link in chain):
@@ -54,7 +71,8 @@ def classify(error: BaseException) -> Failure:
     return Failure("backend_error", f"{type(chain[-1]).__name__}: {first_line}; see TORCH_LOGS=+dynamo,+inductor")
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def causes(error: BaseException) -> list[BaseException]:
+    """The error and what lies behind it, the outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:

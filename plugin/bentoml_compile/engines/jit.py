@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import shutil
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from bentoml_compile.config import CompileConfig, nearest
 from bentoml_compile.engines import dynamo
 from bentoml_compile.engines.build import OnFailure, Record, examine, shape_failure
+from bentoml_compile.engines.copies import copied
 from bentoml_compile.engines.eager import eager_callable
+from bentoml_compile.engines.own_thread import OwnThread
 from bentoml_compile.engines.phases import recorded_phases
 from bentoml_compile.errors import ConfigError
-from bentoml_compile.prepared import PreparedShape
+from bentoml_compile.listener import Compile
+from bentoml_compile.prepared import PreparedShape, Target
+from bentoml_compile.ranges import Place, resized, sizes_to_trace, tensor_at
 from bentoml_compile.report import GraphBreak
-from bentoml_compile.shapes import ExampleInput
+from bentoml_compile.shapes import ExampleInput, by_name, parameter_names
+
+T = TypeVar("T")
 
 CUDA_GRAPH_RUNS = 2  # after the run that compiles: CUDA graph trees record in the second and replay from the third on
+
+# Dynamo moves the code that it has found to the front of its list, where another thread that goes through the list
+# misses it: 94 of 8000 calls by 8 threads with two shapes (torch 2.13.0), and none where it is asked twice.
+_LOOK_UPS = 3
 
 
 class GraphBroken(Exception):
@@ -29,25 +41,45 @@ class GraphBroken(Exception):
 
 
 class JitProgram:
-    """One model under `torch.compile`. Open it for compiling with `preparing()`; otherwise it never compiles."""
+    """One model under `torch.compile`. Open it for compiling with `preparing()`; otherwise it never compiles.
+
+    Attributes:
+        thread: where it compiles and runs, whoever calls; None: where it is called. CUDA graphs belong to the thread
+            that recorded them (https://github.com/pytorch/pytorch/issues/123177).
+    """
 
     def __init__(
-        self, model: torch.nn.Module, method: str, config: CompileConfig, *, fullgraph: bool, threads: bool = True
+        self,
+        model: torch.nn.Module,
+        method: str,
+        config: CompileConfig,
+        *,
+        fullgraph: bool,
+        threads: bool = True,
+        name: str = "model",
     ) -> None:
         self._eager = eager_callable(model, method)
+        self._names = parameter_names(getattr(model, method))
         self._has_cuda_graphs = uses_cuda_graphs(model, config)
         self._fullgraph = fullgraph
         self._compiled = torch.compile(
-            self._eager, fullgraph=fullgraph, dynamic=config.dynamic, **_backend(config, threads)
+            self._eager,
+            fullgraph=fullgraph,
+            dynamic=config.dynamic if isinstance(config.dynamic, bool) else None,
+            **_backend(config, threads),
         )
         self._gate = dynamo.install_gate(self._compiled)
         if self._gate is not None:
             self._gate.open = False
+        self._shares = 0
+        self._sharing = threading.Lock()
+        self.thread = OwnThread(name, _cuda_devices(model)) if self._has_cuda_graphs else None
 
     @contextmanager
     def preparing(self, shapes: int) -> Iterator[None]:
         """Compiling is allowed inside, for `shapes` signatures without meeting Dynamo's recompile limit."""
         limits = {name: max(getattr(torch._dynamo.config, name), 2 * shapes + 8) for name in _LIMITS}
+        limits["accumulated_recompile_limit"] += _OTHERS  # which counts the code of all programs of a class
         # profile-guided dynamic shapes would make a warm boot trace another graph than the cold one
         with (
             torch._dynamo.config.patch(automatic_dynamic_local_pgo=False, automatic_dynamic_remote_pgo=False, **limits),
@@ -61,8 +93,10 @@ class JitProgram:
                 if self._gate is not None:
                     self._gate.open = False
 
-    def prepare(self, example: ExampleInput) -> None:
+    def prepare(self, example: ExampleInput, places: Sequence[tuple[Place, int, int]] = ()) -> None:
         """Compiles for the example's signature and warms up, under inference mode as in serving.
+
+        The sizes at `places` become symbols, from the smallest to the largest size that stands beside each.
 
         Raises:
             GraphBroken: the model is not one graph and `fullgraph` was asked for.
@@ -70,24 +104,93 @@ class JitProgram:
         """
         for run in range(1 + CUDA_GRAPH_RUNS * self._has_cuda_graphs):
             try:
-                self(*(inputs := example.clone()).args, **inputs.kwargs)
+                self(*(inputs := self._marked(example.clone(), places)).args, **inputs.kwargs)
             except Exception as error:
                 if run == 0 and self._fullgraph and _means_graph_break(error):
                     raise GraphBroken(str(error)) from error
                 raise
 
+    def _marked(self, inputs: ExampleInput, places: Sequence[tuple[Place, int, int]]) -> ExampleInput:
+        arguments = by_name(inputs.args, inputs.kwargs, self._names)
+        for place, low, high in places:
+            torch._dynamo.mark_dynamic(tensor_at(place, arguments), place.dim, min=low, max=high)
+        return inputs
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs compiled code. Raises dynamo.GuardMiss instead of compiling outside of `preparing()`."""
+        """Runs compiled code. Raises dynamo.GuardMiss instead of compiling outside of `preparing()`.
+
+        With a thread also what OwnThread.run raises.
+        """
+        if self.thread is None:
+            return self._run(args, kwargs)
+        compiles: list[Compile] = []
+        try:
+            return self.thread.run(self._run_in_thread, args, kwargs, compiles)
+        finally:
+            if compiles:
+                dynamo.watch.compiles.extend(compiles)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode():
-            result = self._compiled(*args, **kwargs)
-            return _copied(result) if self._has_cuda_graphs else result
+            for _ in range(_LOOK_UPS - 1):
+                try:
+                    return self._compiled(*args, **kwargs)
+                except dynamo.GuardMiss:
+                    continue
+            return self._compiled(*args, **kwargs)
+
+    def _run_in_thread(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiles: list[Compile]) -> Any:
+        """The result is the caller's own; `compiles` gets those that happened, which are noted by thread."""
+        try:
+            return copied(self._run(args, kwargs))
+        finally:
+            if dynamo.watch.compiles:
+                compiles.extend(dynamo.watch.take())
+
+    def do(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls the function where the program compiles and runs."""
+        return function(*args) if self.thread is None else self.thread.run(function, *args)
+
+    def share(self) -> JitProgram | Share:
+        """What a prepared shape calls. A program with a thread ends it when all of its shares are closed."""
+        if self.thread is None:
+            return self
+        with self._sharing:
+            self._shares += 1
+        return Share(self)
+
+    def close(self) -> None:
+        """Waits for the call under way, where there is a thread, and ends that; calls raise RuntimeError then."""
+        if self.thread is not None:
+            self.thread.close()
+
+    def drop_share(self) -> None:
+        with self._sharing:
+            self._shares -= 1
+            last = not self._shares
+        if last:
+            self.close()
+
+
+class Share:
+    """The program, for one of the shapes that it serves: a shape that goes over to eager must not end the others'."""
+
+    def __init__(self, program: JitProgram) -> None:
+        self._program: JitProgram | None = program
+        self._call = program.__call__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def close(self) -> None:
+        """The last share's waits as JitProgram.close. A second call does nothing."""
+        program, self._program = self._program, None
+        if program is not None:
+            program.drop_share()
 
 
 def build(
-    model: torch.nn.Module,
-    method: str,
-    config: CompileConfig,
-    names: tuple[str, ...],
+    target: Target,
     shapes: Sequence[PreparedShape],
     *,
     cache: Path | None,
@@ -95,19 +198,34 @@ def build(
     record: Record,
     on_failure: OnFailure,
 ) -> None:
-    """Gives each shape compiled code to run: compiled, or loaded as far as the Inductor cache directory has it.
+    """Gives each of these shapes code to run: compiled, or loaded as far as the Inductor cache directory has it.
 
-    A shape whose compile fails is told to `on_failure` and keeps no code.
+    A shape whose compile fails is told to `on_failure` and keeps no code. A size of 1 is a constant to Dynamo, so
+    where a range begins with it, another shape is added to the target's.
 
     Raises:
         GraphBroken, ConfigError
         Exception: a failure that every shape shares.
     """
-    eager = eager_callable(model, method)
+    shapes = [*shapes, *_split_ones_off(target, shapes)]
     for shape in shapes:
-        examine(shape, eager, names, record)
+        examine(target, shape, record)
     threads = not any(shape.computes_indices for shape in shapes)
-    program = JitProgram(model, method, config, fullgraph=fullgraph, threads=threads)
+    program = JitProgram(
+        target.model, target.method, target.config, fullgraph=fullgraph, threads=threads, name=target.name
+    )
+    with contextlib.closing(program.share()):  # its thread ends where no shape serves by it
+        program.do(_compile, program, shapes, cache, fullgraph, record, on_failure)
+
+
+def _compile(
+    program: JitProgram,
+    shapes: Sequence[PreparedShape],
+    cache: Path | None,
+    fullgraph: bool,
+    record: Record,
+    on_failure: OnFailure,
+) -> None:
     try:
         with (
             dynamo.inductor_cache(cache),
@@ -117,16 +235,37 @@ def build(
         ):
             for shape in shapes:
                 try:
-                    program.prepare(shape.example)
-                    shape.serve_by("jit", program)
+                    _prepare(program, shape)
+                    shape.serve_by("jit", program.share())
                 except GraphBroken:
+                    for whole in shapes:  # they are compiled again, by another program
+                        whole.serve_eagerly("")
                     raise
                 except Exception as error:
                     on_failure(shape, shape_failure(error))
     finally:
-        record.phases += phases
+        record.took(phases)
         if not fullgraph:
             record.breaks = tuple(dict.fromkeys((*record.breaks, *breaks)))
+
+
+def _split_ones_off(target: Target, shapes: Iterable[PreparedShape]) -> list[PreparedShape]:
+    split = []
+    waiting = list(shapes)
+    while waiting:
+        shape = waiting.pop()
+        while one := next((size for size in shape.sizes if size.begins_at_one), None):
+            waiting.append(shape.split_one_off(one))
+            split.append(waiting[-1])
+    target.shapes.extend(split)
+    return split
+
+
+def _prepare(program: JitProgram, shape: PreparedShape) -> None:
+    traced = sizes_to_trace(shape.example, shape.names, shape.sizes)
+    example = resized(shape.example, shape.names, zip(shape.sizes, traced, strict=True))
+    varying = [size for size in shape.sizes if not size.is_fixed]
+    program.prepare(example, [(place, size.low, size.high) for size in varying for place in size.places])
 
 
 def _without_openssl() -> AbstractContextManager[Any]:
@@ -137,6 +276,7 @@ def _without_openssl() -> AbstractContextManager[Any]:
     return patch
 
 
+_OTHERS = 4096
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
@@ -222,14 +362,14 @@ def _means_graph_break(error: Exception) -> bool:
 
 
 def uses_cuda_graphs(model: torch.nn.Module, config: CompileConfig) -> bool:
-    on_cuda = any(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
-    return on_cuda and bool(
-        {**torch._inductor.list_mode_options(config.mode), **config.options}.get("triton.cudagraphs")
-    )
+    """Whether torch.compile makes CUDA graphs for this model, by the config or torch's own settings."""
+    if not _cuda_devices(model):
+        return False
+    if config.backend != "inductor":
+        return config.backend == "cudagraphs"
+    options = {**torch._inductor.list_mode_options(config.mode), **config.options}
+    return bool(options.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
 
 
-def _copied(result: Any) -> Any:
-    """The next replay of a CUDA graph overwrites its outputs."""
-    from torch.utils import _pytree as pytree
-
-    return pytree.tree_map_only(torch.Tensor, torch.clone, result)
+def _cuda_devices(model: torch.nn.Module) -> set[int]:
+    return {tensor.device.index for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}

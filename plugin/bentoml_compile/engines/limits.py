@@ -1,4 +1,5 @@
-"""What may end a compile early: the time limit, SIGTERM and Ctrl-C. The worker then goes on, or ends, promptly.
+"""What may end a compile early: the time limit, SIGTERM and Ctrl-C, and the end of the worker that it runs beside. The
+worker then goes on, or ends, promptly.
 
 BentoML constructs services inside of its event loop's start-up, where uvicorn's own handlers only set a flag that
 nobody reads until the compile is over.
@@ -11,6 +12,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -92,9 +94,13 @@ def _async_exception(seconds: float, stop: Any) -> Iterator[None]:
             timer.join()  # the exception is set by now, and is raised here at the latest
 
 
+class ProcessEnds(SystemExit):
+    """The process is told to end: no failure of the compile that it ends."""
+
+
 @contextlib.contextmanager
 def prompt_termination() -> Iterator[None]:
-    """SIGTERM and SIGINT inside the block end the process's compilers and raise SystemExit or KeyboardInterrupt.
+    """SIGTERM and SIGINT inside the block end the process's compilers and raise ProcessEnds or KeyboardInterrupt.
 
     Does nothing outside of the main thread, which is the only one that may set handlers.
     """
@@ -107,7 +113,7 @@ def prompt_termination() -> Iterator[None]:
     def on_signal(signum: int, _frame: FrameType | None) -> None:
         _restore(before)
         children.kill()
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+        raise KeyboardInterrupt if signum == signal.SIGINT else ProcessEnds(128 + signum)
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(signum) not in (signal.SIG_IGN, None):
@@ -123,6 +129,28 @@ def _restore(handlers: dict[int, Any]) -> None:
         signal.signal(*handlers.popitem())
 
 
+class Interruption:
+    """What ends a compile of the thread that makes this object. It starts no compiler from then on."""
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+        self._children = _Children()
+
+    def __call__(self, seconds: float) -> None:
+        """Raises ProcessEnds in that thread, between two bytecodes, and waits for its end so long, but no longer.
+
+        Its compilers are told to end, which unblocks it. The program's own children that are as new are told as well,
+        as BentoML's supervisor has told them: they end with this process.
+        """
+        ident = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ProcessEnds))
+        ends, told = time.monotonic() + seconds, set[psutil.Process]()
+        while self._thread.is_alive() and time.monotonic() < ends:
+            self._children.terminate(told)
+            self._thread.join(0.05)
+        self._children.terminate(told)
+
+
 class _Children:
     """The child processes that start after this object was made; the worker's earlier ones are none of our business."""
 
@@ -130,13 +158,24 @@ class _Children:
         self._before = _child_pids()
 
     def kill(self) -> None:
+        for process in self._new():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def terminate(self, told: set[psutil.Process]) -> None:
+        """Those that were not told before."""
+        for process in self._new():
+            if process not in told:
+                told.add(process)
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+
+    def _new(self) -> Iterator[psutil.Process]:
         """With all their descendants: a compiler driver has children of its own."""
         for pid in _child_pids() - self._before:
             with contextlib.suppress(psutil.Error):
                 child = psutil.Process(pid)
-                for process in (*child.children(recursive=True), child):
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
+                yield from (*child.children(recursive=True), child)
 
 
 def _child_pids() -> set[int]:

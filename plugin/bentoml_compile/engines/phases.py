@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from bentoml_compile import progress
 
 # torch's event -> our phase. A phase's seconds are its own, without the phases nested in it.
 _PHASES = {
@@ -43,37 +45,60 @@ class Phase:
     ended_ns: int
     seconds: float  # its own time, without the phases nested in it
     parent: int | None = None  # the phase around it, by its place in the list
+    shape: str = ""  # whose code it was for, where that is known
 
 
 @contextlib.contextmanager
 def recorded_phases() -> Iterator[list[Phase]]:
     """Collects this thread's compile phases, in order of their start; filled at the end."""
     phases: list[Phase] = []
+    events = _events.of_thread = []
+
+    def ended(name: str, started_ns: int, ended_ns: int) -> None:
+        events.append((started_ns, ended_ns, name))
+        progress.phase_ended(name)
+
+    try:
+        with _torch_tells(progress.phase_began, ended), progress.phases_inside():
+            yield phases
+    finally:
+        _events.of_thread = None
+        phases.extend(nest(events))
+
+
+@contextlib.contextmanager
+def _torch_tells(began: Callable[[str], None], ended: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Of this thread's phases, at their start and at their end."""
     try:
         from torch._dynamo.utils import ChromiumEventLogger
 
-        original = ChromiumEventLogger.log_event_end
+        start, end = ChromiumEventLogger.log_event_start, ChromiumEventLogger.log_event_end
     except (ImportError, AttributeError):
-        yield phases
+        yield
         return
     thread = threading.get_ident()
-    events = _events.of_thread = []
+
+    def log_event_start(self: Any, event_name: str, *args: Any, **kwargs: Any) -> Any:
+        phase = _PHASES.get(event_name)
+        if phase is not None and threading.get_ident() == thread:
+            began(phase)
+        return start(self, event_name, *args, **kwargs)
 
     def log_event_end(
         self: Any, event_name: str, time_ns: int, metadata: Any, start_time_ns: int, *args: Any, **kwargs: Any
     ) -> Any:
         phase = _PHASES.get(event_name)
         if phase is not None and threading.get_ident() == thread:
-            events.append((start_time_ns, time_ns, phase))
-        return original(self, event_name, time_ns, metadata, start_time_ns, *args, **kwargs)
+            ended(phase, start_time_ns, time_ns)
+        return end(self, event_name, time_ns, metadata, start_time_ns, *args, **kwargs)
 
+    ChromiumEventLogger.log_event_start = log_event_start  # type: ignore[method-assign]
     ChromiumEventLogger.log_event_end = log_event_end  # type: ignore[method-assign]
     try:
-        yield phases
+        yield
     finally:
-        ChromiumEventLogger.log_event_end = original  # type: ignore[method-assign]
-        _events.of_thread = None
-        phases.extend(nest(events))
+        ChromiumEventLogger.log_event_start = start  # type: ignore[method-assign]
+        ChromiumEventLogger.log_event_end = end  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -81,10 +106,18 @@ def phase(name: str) -> Iterator[None]:
     """A phase of ours, among torch's, if phases are being recorded in this thread."""
     started = time.time_ns()
     try:
-        yield
+        with progress.phases_inside():
+            progress.phase_began(name)
+            yield
     finally:
         if _events.of_thread is not None:
             _events.of_thread.append((started, time.time_ns(), name))
+
+
+def include(phases: Iterable[Phase]) -> None:
+    """Phases that another process on this machine recorded, among this thread's, if those are being recorded."""
+    if _events.of_thread is not None:
+        _events.of_thread.extend((item.started_ns, item.ended_ns, item.name) for item in phases)
 
 
 class _Events(threading.local):

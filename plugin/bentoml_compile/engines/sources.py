@@ -1,51 +1,85 @@
-"""What a model's code is: every source file and every global that running it reads.
+"""What a model's code is: every source file, global, environment variable and data file that running it reads.
 
-Compiled code has both baked in, and a warm boot of an ahead-of-time artifact does not trace again. So the cold boot
-watches one eager run, and the artifact keeps what it saw; artifacts/hashing.py compares it with what is there now.
+Compiled code has all of them baked in, and a warm boot of an ahead-of-time artifact does not trace again. So the cold
+boot watches one eager run, and the artifact keeps what it saw; artifacts/hashing.py compares it with what is there now.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 
-from bentoml_compile.artifacts.hashing import global_source, stable_text
+from bentoml_compile.artifacts.hashing import (
+    ABSENT,
+    attribute_of,
+    environment_source,
+    file_source,
+    global_source,
+    hash_sources,
+    stable_text,
+)
 
 _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
+_READ_ENVIRONMENT: CodeType = type(os.environ).__getitem__.__code__
+_CODE = (".py", ".pyc", ".so")
+_NO_SETTINGS = ("torch", "logging", "threading", "os", "weakref")
+_DEPTH = 3  # attributes of attributes of a global
 
 
 @contextlib.contextmanager
-def watched_sources() -> Iterator[set[str]]:
-    """Collects the sources of every Python function that this thread calls inside; filled at the end.
+def watched_sources() -> Iterator[dict[str, str]]:
+    """Collects the sources of all Python functions that this thread calls inside, with their hashes; filled at the end.
 
     torch and the standard library are left out: their versions are axes of the fingerprint.
     """
-    sources: set[str] = set()
+    sources: dict[str, str] = {}
     seen: dict[CodeType, dict[str, Any]] = {}
+    read: set[str] = set()
 
     def on_call(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code not in seen:
+        if event != "call":
+            return
+        if frame.f_code is _READ_ENVIRONMENT and _is_read_by_the_user(frame):
+            read.add(environment_source(frame.f_locals["key"]))
+        if frame.f_code not in seen:
             seen[frame.f_code] = frame.f_globals
 
     before = sys.getprofile()
-    sys.setprofile(on_call)
-    try:
-        yield sources
-    finally:
-        sys.setprofile(before)
-        for code, names in seen.items():
-            if _is_the_users(code.co_filename):
-                sources.add(code.co_filename)
-                sources |= _globals(code, names)
+    with _watched_files(read):
+        sys.setprofile(on_call)
+        try:
+            yield sources
+        finally:
+            sys.setprofile(before)
+            sources.update(hash_sources(read | _sources_of(seen)))
+
+
+def _sources_of(seen: dict[CodeType, dict[str, Any]]) -> set[str]:
+    codes = {code: names for code, names in seen.items() if _is_the_users(code.co_filename)}
+    # an object may be handed on to another function
+    attributes = {name for code in codes for name in _names(code) if not name.startswith("__")}
+    found = set()
+    for code, names in codes.items():
+        found.add(file_source(code.co_filename, names.get("__name__")))
+        found |= _globals(code, names, attributes)
+    return found
+
+
+def _names(code: CodeType) -> set[str]:
+    """Also those that `getattr` may be given."""
+    return {*code.co_names, *(text for text in code.co_consts if isinstance(text, str) and text.isidentifier())}
 
 
 def _is_the_users(path: str) -> bool:
@@ -54,18 +88,97 @@ def _is_the_users(path: str) -> bool:
     return not path.startswith(_STDLIB) or path.startswith(_PACKAGES)
 
 
-def _globals(code: CodeType, names: dict[str, Any]) -> set[str]:
-    """The globals that a function names: its module's own, and those of modules that it has imported."""
+# globals
+
+
+def _globals(code: CodeType, names: dict[str, Any], attributes: set[str]) -> set[str]:
+    """The globals that a function names: its module's own, and those of modules that it or its module has imported."""
     module = names.get("__name__")
     found = set()
     for name in code.co_names:
-        value = names.get(name)
-        if name in names and isinstance(module, str) and stable_text(value) is not None:
-            found.add(global_source(module, name))
-        elif isinstance(value, ModuleType) and _is_the_users(getattr(value, "__file__", None) or ""):
-            used = {
-                name for name in code.co_names if name in vars(value) and stable_text(vars(value)[name]) is not None
-            }
-            found |= {global_source(value.__name__, attribute) for attribute in used}
-            found |= {str(value.__file__)} if used else set()
+        if name in names and isinstance(module, str):
+            found |= _reached(module, name, names[name], attributes)
+    for imported in _modules(code, names):
+        used = {
+            source
+            for name in code.co_names
+            if name in vars(imported)
+            for source in _reached(imported.__name__, name, vars(imported)[name], attributes)
+        }
+        found |= used
+        found |= {file_source(str(imported.__file__), imported.__name__)} if used else set()
     return found
+
+
+def _modules(code: CodeType, names: dict[str, Any]) -> list[ModuleType]:
+    """The user's modules that a function names, or imports itself."""
+    package = names.get("__package__")
+    found = {}
+    for name in code.co_names:
+        for value in (names.get(name), sys.modules.get(name), sys.modules.get(f"{package}.{name}")):
+            if isinstance(value, ModuleType) and _is_the_users(getattr(value, "__file__", None) or ""):
+                found[value.__name__] = value
+    return list(found.values())
+
+
+def _reached(module: str, path: str, value: Any, attributes: set[str], depth: int = _DEPTH) -> set[str]:
+    """The global itself, or what of it the code can read by name, if it is an object."""
+    if stable_text(value) is not None:
+        return {global_source(module, path)}
+    if isinstance(value, ModuleType) or depth == 0 or _is_no_setting(value):
+        return set()
+    found = set()
+    for name in attributes:
+        inner = attribute_of(value, name)
+        if inner is not ABSENT and (stable_text(inner) is not None or not callable(inner)):
+            found |= _reached(module, f"{path}.{name}", inner, attributes, depth - 1)
+    if found:
+        kind = value if isinstance(value, type) else type(value)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        found |= {file_source(file, kind.__module__)} if _is_the_users(file) else set()
+    return found
+
+
+def _is_no_setting(value: Any) -> bool:
+    """Tensors and modules: export refuses those that are no part of the model. Others change with the process."""
+    kind = value if isinstance(value, type) else type(value)
+    top = kind.__module__.partition(".")[0]
+    return issubclass(kind, (torch.Tensor, torch.nn.Module)) or top in _NO_SETTINGS
+
+
+# environment and files
+
+
+def _is_read_by_the_user(frame: FrameType) -> bool:
+    """Whether the standard library's own functions, if any, were called by code of the user."""
+    caller = frame.f_back
+    while caller is not None and _is_stdlib(caller.f_code.co_filename):
+        caller = caller.f_back
+    return caller is not None and _is_the_users(caller.f_code.co_filename)
+
+
+def _is_stdlib(path: str) -> bool:
+    return path.startswith("<frozen ") or (path.startswith(_STDLIB) and not path.startswith(_PACKAGES))
+
+
+@contextlib.contextmanager
+def _watched_files(found: set[str]) -> Iterator[None]:
+    """Adds the data files that this thread opens for reading."""
+    real, thread = builtins.open, threading.get_ident()
+
+    def watched(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and not isinstance(file, int) and not set(mode) & set("wax+"):
+            found.update(_data_files([os.path.abspath(os.fsdecode(file))]))
+        return real(file, mode, *args, **kwargs)
+
+    builtins.open, io.open = watched, watched
+    try:
+        yield
+    finally:
+        builtins.open, io.open = real, real
+
+
+def _data_files(paths: Iterable[str]) -> Iterator[str]:
+    for path in paths:
+        if not path.endswith(_CODE) and not path.startswith(("/proc/", "/sys/", "/dev/")) and os.path.isfile(path):
+            yield path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.testing._comparison import default_tolerances
 from torch.utils import _pytree as pytree
 
 from bentoml_compile.config import VerifyConfig
+from bentoml_compile.engines.bounds import Bound
 from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.shapes import ExampleInput
 
@@ -149,6 +150,34 @@ def _max_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     wide = torch.complex128 if left.is_complex() else torch.float64
     difference = (left.to(wide) - right.to(wide)).abs()
     return float(torch.nan_to_num(difference, nan=0.0, posinf=float("inf")).max())
+
+
+def varied(example: ExampleInput, bounds: Sequence[Bound], names: tuple[str, ...]) -> ExampleInput:
+    """Another input of the example's signature: random values where any will do, else the example's in other places.
+
+    Integers that index a table stay within it; other integers and booleans (masks, flags) are shuffled.
+    """
+    limits = {(bound.name, *bound.path): bound for bound in bounds}
+    return example.with_tensors(
+        names, lambda argument, path, tensor: _other_values(tensor, limits.get((argument, *path)))
+    )
+
+
+def _other_values(value: torch.Tensor, bound: Bound | None) -> torch.Tensor:
+    result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if value.is_floating_point() or value.is_complex():
+        result.copy_(torch.randn(value.shape, device=value.device) * _scale(value))
+    elif bound is not None:
+        result.copy_(torch.randint(bound.low, bound.high + 1, value.shape, device=value.device))
+    else:
+        order = torch.randperm(value.numel(), device=value.device)
+        result.copy_(value.reshape(-1)[order].reshape(value.shape))
+    return result.requires_grad_(value.requires_grad)
+
+
+def _scale(value: torch.Tensor) -> float:
+    largest = float(value.detach().abs().max()) if value.numel() else 1.0
+    return largest if 0.0 < largest < float("inf") else 1.0
 
 
 def in_higher_precision(model: torch.nn.Module, method: str, example: ExampleInput) -> Any:

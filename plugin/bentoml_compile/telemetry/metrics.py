@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from bentoml_compile.listener import Call, Listener, Stage
+from bentoml_compile.listener import Call, Executable, Listener, Stage
 from bentoml_compile.report import CompileReport
-from bentoml_compile.telemetry.spans import split_seconds
+from bentoml_compile.telemetry.attributes import split_seconds
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
@@ -80,6 +80,12 @@ class MetricsListener(Listener):
             ["model", "engine", "shape"],
             buckets=BUCKETS,
         )
+        self._padding_ratio = factory.Histogram(
+            "torch_compile_padding_ratio",
+            "Of padded calls: the share of their padded inputs that is no data",
+            ["model", "shape"],
+            buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 1.0),
+        )
         self._recompiles: Counter = factory.Counter(
             "torch_compile_recompiles_total", "Compiles inside of calls", ["model", "reason"]
         )
@@ -114,7 +120,7 @@ class MetricsListener(Listener):
         for engine in ("jit", "aot", "eager"):
             served = sum(shape.engine == engine for shape in report.shapes)
             self._shapes.labels(report.model, engine).set(served)
-        for action in ("eager", "reject"):  # so that an alert sees the first one
+        for action in ("eager", "reject", "compile"):  # so that an alert sees the first one
             self._unprepared.labels(report.model, action)
 
     def fallback(self, model: str, reason: str) -> None:
@@ -127,13 +133,20 @@ class MetricsListener(Listener):
         executable = call.executable
         for compile_ in call.compiles:
             self._recompiles.labels(executable.model, classify(compile_.reason)).inc()
-        if call.error is not None:
-            return
-        key = (executable.model, call.engine, executable.label)
-        observe = self._observe.get(key)
-        if observe is None:  # labels() takes a lock and builds strings: once, not per call
-            observe = self._observe[key] = self._inference_seconds.labels(*key).observe
-        observe(split_seconds(call)["inference_seconds"])
+        if call.padding_ratio is not None:
+            self._padding_ratio.labels(executable.model, executable.label).observe(call.padding_ratio)
+        if call.error is None:
+            key = (executable.model, call.engine, executable.label)
+            (self._observe.get(key) or self._observe_by(key))(split_seconds(call)["inference_seconds"])
+
+    def answered(self, executable: Executable, started_ns: int, ended_ns: int) -> None:
+        key = (executable.model, executable.engine, executable.label)
+        (self._observe.get(key) or self._observe_by(key))((ended_ns - started_ns) / 1e9)
+
+    def _observe_by(self, key: tuple[str, str, str]) -> Callable[[float], None]:
+        # labels() takes a lock and builds strings: once, not per call
+        observe: Callable[[float], None] = self._inference_seconds.labels(*key).observe
+        return self._observe.setdefault(key, observe)
 
 
 # Words of Dynamo's guard failures (torch 2.13), in order of precedence; the whole text is on the recompile span.

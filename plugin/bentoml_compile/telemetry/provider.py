@@ -31,13 +31,13 @@ def attach_exporter(base: TracerProvider) -> bool:
     `base` keeps its sampler, so BentoML's `tracing.sample_rate` still decides which requests are traced;
     OTEL_TRACES_SAMPLER is not read. Returns whether `base` exports now. An exporter that cannot be made is logged.
     """
-    if _sdk_disabled():
+    if sdk_disabled():
         return False
-    if _processors(base):
+    if processors(base):
         return True
     for processor in _global_processors() or _processors_from_environment():
         base.add_span_processor(processor)
-    return bool(_processors(base))
+    return bool(processors(base))
 
 
 def always_on(base: TracerProvider) -> TracerProvider:
@@ -77,7 +77,7 @@ def _force_flush(provider: TracerProvider) -> None:
         logger.warning("telemetry: spans could not be flushed", exc_info=True)
 
 
-def _processors(provider: object) -> tuple[SpanProcessor, ...]:
+def processors(provider: object) -> tuple[SpanProcessor, ...]:
     """The span processors of an SDK provider.
 
     Private in opentelemetry-sdk; checked with 1.30 to 1.45. Where it is missing, a provider counts as one without an
@@ -88,20 +88,33 @@ def _processors(provider: object) -> tuple[SpanProcessor, ...]:
 
 
 def _global_processors() -> tuple[SpanProcessor, ...]:
-    return _processors(trace.get_tracer_provider())
+    return processors(trace.get_tracer_provider())
 
 
-def _processors_from_environment() -> list[SpanProcessor]:
-    """One batch processor for each exporter in OTEL_TRACES_EXPORTER; "otlp" if only its endpoint is given.
+def exporter_names() -> list[str]:
+    """The exporters in OTEL_TRACES_EXPORTER; "otlp" if only its endpoint is given.
 
-    `otlp` without a protocol is http/protobuf, the specification's default and the exporter that we depend on.
     https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/
     """
     names = os.environ.get("OTEL_TRACES_EXPORTER", "")
     if not names.strip() and _endpoint_given():
         names = "otlp"
-    made = (_processor(name.strip()) for name in names.split(",") if name.strip().lower() not in ("", "none"))
-    return [processor for processor in made if processor is not None]
+    return [name.strip() for name in names.split(",") if name.strip().lower() not in ("", "none")]
+
+
+def make_exporter(name: str) -> SpanExporter:
+    """The exporter of that name. `otlp` without a protocol is http/protobuf, the specification's default and the one
+    that we depend on.
+
+    Raises:
+        ValueError: it is not installed. Whatever it raises where its own variables cannot be used.
+    """
+    return _exporter(_otlp_by_protocol() if name == "otlp" else name)
+
+
+def _processors_from_environment() -> list[SpanProcessor]:
+    """One batch processor for each exporter."""
+    return [processor for name in exporter_names() if (processor := _processor(name)) is not None]
 
 
 def _endpoint_given() -> bool:
@@ -110,7 +123,7 @@ def _endpoint_given() -> bool:
 
 def _processor(name: str) -> SpanProcessor | None:
     try:
-        return BatchSpanProcessor(_exporter(_otlp_by_protocol() if name == "otlp" else name))
+        return BatchSpanProcessor(make_exporter(name))
     except Exception as error:
         logger.warning("telemetry: no spans go to OTEL_TRACES_EXPORTER=%s: %s", name, error)
         return None
@@ -135,5 +148,5 @@ def _exporter(name: str) -> SpanExporter:
     return exporter
 
 
-def _sdk_disabled() -> bool:
+def sdk_disabled() -> bool:
     return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"

@@ -8,20 +8,20 @@ A request costs nothing here unless its trace is sampled or a compile happened i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
-from opentelemetry.trace import Link, Span, SpanContext, Status, StatusCode, Tracer
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, TraceFlags, Tracer
 
 from bentoml_compile.listener import Call, Compile, Event, Listener, Stage, Value
+from bentoml_compile.telemetry.attributes import PREFIX, fail, prefixed, split_seconds
+from bentoml_compile.telemetry.batches import Batch, running_batch
 
-PREFIX = "torch_compile."
-
-batched_requests: ContextVar[tuple[SpanContext, ...]] = ContextVar("batched_requests", default=())
-"""The spans of all requests that the running batch answers; set by `bento.batching`."""
+[_SPAN_KEY] = trace.set_span_in_context(INVALID_SPAN, Context())  # what `trace.get_current_span` looks up
+_SAMPLED = int(TraceFlags.SAMPLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class SpanListener(Listener):
 
     `boot` gives the context for a startup span that begins outside of any span: that of `bentoml.worker.boot`.
     """
+
+    hears_plain_calls = False
 
     def __init__(self, tracer: Tracer, boot: Callable[[], Context | None] = lambda: None) -> None:
         self._tracer = tracer
@@ -52,11 +54,11 @@ class SpanListener(Listener):
 
     def stage_ended(self, stage: Stage) -> None:
         span = self._spans[stage]
-        span.set_attributes(_prefixed(stage.attributes))
+        span.set_attributes(prefixed(stage.attributes))
         for event in stage.events:
             _add_event(span, event)
         if stage.error is not None:
-            _fail(span, stage.error, stage.ended_ns)
+            fail(span, stage.error, stage.ended_ns)
         span.end(stage.ended_ns)
         if stage.parent is None:
             name, mode = stage.attributes.get("model"), stage.attributes.get("mode", "default")
@@ -66,39 +68,37 @@ class SpanListener(Listener):
                 del self._spans[one]
 
     def tracing(self) -> bool:
-        return trace.get_current_span().get_span_context().trace_flags.sampled
+        # every call asks; `trace.get_current_span` takes twice as long, for it checks an abstract base class
+        span: Any = get_current().get(_SPAN_KEY)
+        return span is not None and span.get_span_context().trace_flags & _SAMPLED != 0
 
     def called(self, call: Call) -> None:
         if not self.tracing():
             if call.compiles:
                 self._add_recompiles(call.compiles, get_current())
             return
-        executable = call.executable
-        model = self._models.get(executable.model)
-        span = self._tracer.start_span("torch_compile.inference", start_time=call.started_ns, links=_links(model))
-        attributes: dict[str, Value | None] = {
-            "model": executable.model,
-            "mode": model.mode if model else None,
-            "engine": call.engine,
-            "shape": call.shape or executable.label,
-            "prepared": executable.prepared,
-            "batch_size": call.batch_size,
-            "device_seconds": call.device_seconds,
-            **split_seconds(call),
-        }
-        span.set_attributes(_prefixed(attributes))
-        self._add_recompiles(call.compiles, trace.set_span_in_context(span))
+        model, batch = self._models.get(call.executable.model), running_batch.get()
+        span = self._tracer.start_span(
+            "torch_compile.inference",
+            attributes=prefixed(_attributes(call, model)),
+            links=_links(model, batch),
+            start_time=call.started_ns,
+        )
+        if call.compiles:
+            self._add_recompiles(call.compiles, trace.set_span_in_context(span))
         if call.fallback is not None:
             _add_event(span, Event("fallback", call.started_ns, {"reason": call.fallback}))
         if call.error is not None:
-            _fail(span, call.error, call.ended_ns)
+            fail(span, call.error, call.ended_ns)
         span.end(call.ended_ns)
+        if batch is not None:
+            batch.add(self._tracer, call, span.get_span_context())
 
     def _add_recompiles(self, compiles: Sequence[Compile], parent: Context) -> None:
         for compile_ in compiles:
             span = self._tracer.start_span("torch_compile.recompile", context=parent, start_time=compile_.started_ns)
             seconds = (compile_.ended_ns - compile_.started_ns) / 1e9
-            span.set_attributes(_prefixed({"recompile_reason": compile_.reason, "compile_seconds": seconds}))
+            span.set_attributes(prefixed({"recompile_reason": compile_.reason, "compile_seconds": seconds}))
             span.end(compile_.ended_ns)
 
     def _parent(self, stage: Stage) -> Context | None:
@@ -110,44 +110,30 @@ class SpanListener(Listener):
         return self._boot()
 
 
-def split_seconds(call: Call) -> dict[str, float]:
-    """A call's length as compile_seconds, inference_seconds and queue_seconds, which sum to it.
-
-    Compiles that overlap (a nested frame) count once, and only as far as they lie inside of the call.
-    """
-    length = call.ended_ns - call.started_ns
-    compiling, covered_to = 0, call.started_ns
-    for compile_ in sorted(call.compiles, key=lambda one: one.started_ns):
-        end = min(compile_.ended_ns, call.ended_ns)
-        compiling += max(0, end - max(compile_.started_ns, covered_to))
-        covered_to = max(covered_to, end)
-    queued = min(max(0, int(call.queue_seconds * 1e9)), length - compiling)
+def _attributes(call: Call, model: _Model | None) -> dict[str, Value | None]:
+    executable = call.executable
     return {
-        "compile_seconds": compiling / 1e9,
-        "inference_seconds": (length - compiling - queued) / 1e9,
-        "queue_seconds": queued / 1e9,
+        "model": executable.model,
+        "mode": model.mode if model else None,
+        "engine": call.engine,
+        "shape": call.shape or executable.label,
+        "prepared": executable.prepared,
+        "batch_size": call.batch_size,
+        "padding_ratio": call.padding_ratio,
+        "device_seconds": call.device_seconds,
+        **split_seconds(call),
     }
 
 
-def _links(model: _Model | None) -> list[Link]:
-    requests = batched_requests.get()
-    links = [Link(request) for request in requests] if len(requests) > 1 else []
+def _links(model: _Model | None, batch: Batch | None) -> list[Link]:
+    links = [Link(request) for request in batch.spans] if batch is not None and len(batch.spans) > 1 else []
     if model is not None:
         links.append(Link(model.startup))
     return links
 
 
-def _prefixed(attributes: Mapping[str, Value | None]) -> dict[str, Value]:
-    return {PREFIX + name: value for name, value in attributes.items() if value is not None}
-
-
 def _add_event(span: Span, event: Event) -> None:
-    span.add_event(PREFIX + event.name, _prefixed(event.attributes), event.time_ns)
-
-
-def _fail(span: Span, error: BaseException, time_ns: int | None) -> None:
-    span.record_exception(error, timestamp=time_ns)
-    span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+    span.add_event(PREFIX + event.name, prefixed(event.attributes), event.time_ns)
 
 
 def _root(stage: Stage) -> Stage:

@@ -6,8 +6,10 @@ OpenTelemetry provider, as `opentelemetry-instrument` would.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +29,9 @@ if endpoint := os.environ.get("GLOBAL_ENDPOINT"):
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    trace.set_tracer_provider(TracerProvider())
-    trace.get_tracer_provider().add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    trace.set_tracer_provider(provider)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def end_as_told(how: str) -> None:
 class Traced:
     def __init__(self) -> None:
         self.toy = Toy()
+        self.held, self.released = threading.Semaphore(0), threading.Event()
 
     @bentoml.api
     def double(self, x: float) -> float:
@@ -96,7 +100,35 @@ class Traced:
 
     @bentoml.api(batchable=True, max_batch_size=4, max_latency_ms=10_000)
     def batched(self, xs: list[float]) -> list[float]:
-        return self.toy(xs)
+        """Fails where one of its numbers is negative, and compiles for one above 1,000."""
+        doubled = self.toy(xs, recompiles=any(x > 1000 for x in xs))
+        if any(x < 0 for x in xs):
+            raise ValueError("a negative number")
+        return doubled
+
+    @bentoml.api(batchable=True, max_batch_size=4, max_latency_ms=10_000)
+    def batched_twice(self, xs: list[float]) -> list[float]:
+        return self.toy([x / 2 for x in self.toy(xs)])
+
+    @bentoml.api
+    def hold(self) -> None:
+        """Keeps a thread until `release`."""
+        self.held.release()
+        self.released.wait()
+
+    @bentoml.api
+    async def holding(self, threads: int) -> None:
+        """Waits until so many threads are kept."""
+        for _ in range(threads):
+            while not self.held.acquire(blocking=False):
+                await asyncio.sleep(0.01)
+
+    @bentoml.api
+    async def release(self) -> float:
+        """Says when, in seconds since the epoch."""
+        now = time.time()
+        self.released.set()
+        return now
 
     @bentoml.api(batchable=True, max_batch_size=4, max_latency_ms=10_000)
     async def batched_async(self, xs: list[float]) -> list[float]:

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 import zipfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -104,3 +107,62 @@ def in_child(code: str, *arguments: object, env: dict[str, str] | None = None, d
     )
     lines = child.stdout.splitlines()
     return Finished(child.returncode, json.loads(lines[-1]) if lines else None, child.stderr[-2000:])
+
+
+def growth(steps: Mapping[str, Callable[[], object]], plan: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that this process grew by in each step of the plan, taken so many times; for a child process."""
+    process, grown = psutil.Process(), {}
+    for name, times in plan.items():
+        for _ in range(max(20, times // 10)):
+            steps[name]()
+        before = process.memory_info().rss
+        for _ in range(times):
+            steps[name]()
+        grown[name] = process.memory_info().rss - before
+    return grown
+
+
+def growth_in_child(
+    code: str, library: Path, times: Mapping[str, int], env: dict[str, str] | None = None
+) -> dict[str, int]:
+    """What the code prints by `growth`, given the library and the plan."""
+    child = in_child(code, library, json.dumps(times), env=env, deadline=3000)
+    assert child.code == 0, child.errors
+    return child.said
+
+
+def close_under_load(make: Callable[[Words], Any], *, threads: int, rounds: int = 20) -> list[Any]:
+    """Threads call what `make` opened for a model without a pause, until it is closed under them; for a child process.
+
+    Returns:
+        Whether every answer was right, how many calls were refused, with what messages, and what else was raised.
+    """
+    right: list[bool] = []
+    refused: list[str] = []
+    failed: list[str] = []
+    for _ in range(rounds):
+        model, inputs = words(), word_inputs()
+        opened = make(model)
+        expected, started = model(*inputs)[0], threading.Barrier(threads + 1)
+
+        def call_until_closed(opened: Any = opened, expected: Any = expected, started: Any = started) -> None:
+            started.wait()
+            try:
+                while True:
+                    right.append(torch.allclose(opened.run(word_inputs())[0], expected, atol=1e-5))
+            except RuntimeError as error:
+                refused.append(str(error))
+            except BaseException as error:
+                failed.append(repr(error))
+
+        callers = [threading.Thread(target=call_until_closed) for _ in range(threads)]
+        for caller in callers:
+            caller.start()
+        started.wait()
+        while not right:
+            pass
+        opened.close()
+        del model
+        for caller in callers:
+            caller.join()
+    return [all(right), len(refused), sorted(set(refused)), failed]

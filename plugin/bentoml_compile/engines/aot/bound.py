@@ -6,6 +6,7 @@ The binding runs every operator, but holds the interpreter lock for the whole ru
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,8 +23,9 @@ from bentoml_compile.engines.aot.weights import Layout, in_place
 class BoundLibrary:
     """The same as Library, with its arguments, attributes and errors, at the cost of the interpreter lock.
 
-    Calls run one at a time whatever `num_models` says. Weights that it was given stay in memory after `close`: the
-    binding has no way to give them back (torch 2.13.0).
+    Calls run one at a time whatever `num_models` says, and no CUDA graph can be captured of them whatever
+    `single_threaded` says. Weights that it was given stay in memory after `close`: the binding has no way to give them
+    back (torch 2.13.0).
     """
 
     names: tuple[str, ...]
@@ -39,8 +41,11 @@ class BoundLibrary:
         expected: Mapping[str, Layout] | None = None,
         num_models: int | None = None,
         cubin_dir: Path | None = None,
+        single_threaded: bool = False,
     ) -> None:
         device = capi.with_index(device)
+        self._path = path
+        self._again = functools.partial(BoundLibrary, path, device=device, expected=expected, cubin_dir=cubin_dir)
         interface = _interface(capi.load(path), device, cubin_dir)
         tensors = in_place(interface.constants, weights, expected, device)
         self.names = tuple(constant.original for constant in interface.constants)
@@ -56,6 +61,16 @@ class BoundLibrary:
         self._on_device: AbstractContextManager[Any] = (
             torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         )
+
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> BoundLibrary:
+        """As Library.with_weights, but the file must still be there.
+
+        Raises:
+            LibraryError: the file is gone or was replaced, or a weight is missing or does not fit.
+        """
+        if not self._path.exists():
+            raise LibraryError(f"{self._path.name} is gone, and torch's binding opens the file again for other weights")
+        return self._again(weights=weights)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """As Library.run."""

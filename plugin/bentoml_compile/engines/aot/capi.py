@@ -41,6 +41,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "AOTInductorModelContainerCreateWithDevice": (POINTER(_CONTAINER), c_size_t, c_char_p, c_char_p),
     "AOTInductorModelContainerDelete": (_CONTAINER,),
     "AOTInductorModelContainerRun": _RUN,
+    "AOTInductorModelContainerRunSingleThreaded": _RUN,
     "AOTInductorModelContainerGetNumInputs": (_CONTAINER, POINTER(c_size_t)),
     "AOTInductorModelContainerGetNumOutputs": (_CONTAINER, POINTER(c_size_t)),
     "AOTInductorModelContainerGetNumConstants": (_CONTAINER, POINTER(c_size_t)),

@@ -1,9 +1,9 @@
-"""Dynamic dimensions: from the config's ranges to `torch.export.Dim`, and back from what export made of them."""
+"""Dynamic dimensions: from a shape's sizes to `torch.export.Dim`, and back from what export made of them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,90 +11,63 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from bentoml_compile.engines.aot.errors import NotExportable
-
-SMALLEST_TRACED = 2  # export takes a size of 0 or 1 for a constant
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicDim:
-    """Dimension `dim` of the tensor at `leaf` (counted over the tensors of the example) takes low to high."""
-
-    leaf: int
-    dim: int
-    low: int
-    high: int
-
-
-def read_ranges(
-    ranges: Mapping[str, Mapping[int, tuple[int, int]]], arguments: Sequence[str], tensors: Sequence[torch.Tensor]
-) -> list[DynamicDim]:
-    """The config's ranges, for each tensor of the argument that they name.
-
-    Raises:
-        NotExportable: a dimension that the tensor does not have.
-    """
-    found = []
-    for leaf, (argument, tensor) in enumerate(zip(arguments, tensors, strict=True)):
-        for dim, (low, high) in ranges.get(argument, {}).items():
-            if dim >= tensor.dim():
-                raise NotExportable(
-                    f"dynamic.{argument}.{dim}: the example has only {tensor.dim()} dimensions; correct the config"
-                )
-            found.append(DynamicDim(leaf, dim, low, high))
-    return found
+from bentoml_compile.engines.aot.package import Package
+from bentoml_compile.ranges import FreeSize, Place, resized, sizes_to_trace
+from bentoml_compile.shapes import ExampleInput
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """What to give to torch.export: tensors of sizes that can stand for a range, and the Dims of each tensor."""
+    """What to give to torch.export: an example of sizes that can stand for a range, and what varies in its tensors."""
 
-    tensors: tuple[torch.Tensor, ...]
+    example: ExampleInput
     dims: tuple[dict[int, Any] | None, ...]
 
 
-def tracing_of(dynamic: Sequence[DynamicDim], tensors: Sequence[torch.Tensor], *, shared: bool) -> Tracing:
-    """Chooses the sizes to trace with.
+def tracing_of(
+    example: ExampleInput, names: tuple[str, ...], sizes: Sequence[FreeSize], tensors: Sequence[Place]
+) -> Tracing:
+    """Chooses the sizes to trace with, and a Dim for each size that varies.
 
-    `shared`: dimensions of equal range and size are one. Others get sizes of their own: export would take two equal
-    sizes for a relation where the model compares them.
+    Args:
+        tensors: of the example, in order; their `dim` does not matter.
     """
-    traced = list(tensors)
-    dims: list[dict[int, Any] | None] = [None] * len(traced)
-    chosen: dict[Hashable, tuple[int, Any]] = {}
-    for item in dynamic:
-        size = int(tensors[item.leaf].shape[item.dim])
-        group: Hashable = (item.low, item.high, size) if shared else item
-        if group not in chosen:
-            traced_size = _traced_size(item, size, {used for used, _ in chosen.values()})
-            chosen[group] = (traced_size, _dim(len(chosen), item))
-        size, dim = chosen[group]
-        traced[item.leaf] = resized(traced[item.leaf], item.dim, size)
-        if dim is not None:
-            dims[item.leaf] = {**(dims[item.leaf] or {}), item.dim: dim}
-    return Tracing(tuple(traced), tuple(dims))
+    traced = sizes_to_trace(example, names, sizes)
+    order = {(tensor.argument, tensor.path): number for number, tensor in enumerate(tensors)}
+    dims: list[dict[int, Any] | None] = [None] * len(tensors)
+    for number, size in enumerate(sizes):
+        if size.is_fixed:
+            continue
+        dim = Dim(f"d{number}", min=size.low, max=size.high)
+        for place in size.places:
+            leaf = order[place.argument, place.path]
+            dims[leaf] = {**(dims[leaf] or {}), place.dim: dim}
+    return Tracing(resized(example, names, zip(sizes, traced, strict=True)), tuple(dims))
 
 
-def _dim(number: int, item: DynamicDim) -> Any:
-    return Dim(f"d{number}", min=item.low, max=item.high) if item.high > max(item.low, 1) else None
+def each_of_its_own(sizes: Sequence[FreeSize]) -> list[FreeSize]:
+    """The same dimensions, none of them bound to another."""
+    return [FreeSize(size.low, size.high, (place,)) for size in sizes for place in size.places]
 
 
-def _traced_size(item: DynamicDim, size: int, used: set[int]) -> int:
-    low = min(max(item.low, SMALLEST_TRACED), item.high)
-    nearest = min(max(size, low), item.high)
-    free = [candidate for candidate in range(low, min(item.high, low + 64) + 1) if candidate not in used]
-    return nearest if nearest not in used or not free else min(free, key=lambda other: abs(other - nearest))
+def sizes_of(package: Package, sizes: Sequence[FreeSize], tensors: Sequence[Place]) -> tuple[FreeSize, ...]:
+    """What varies in the package, which may bind more dimensions to each other than was asked for."""
+    order = {(tensor.argument, tensor.path): number for number, tensor in enumerate(tensors)}
+    found: dict[int | str, FreeSize] = {}
+    for size in sizes:
+        for place in size.places:
+            exported = package.inputs[order[place.argument, place.path]].sizes[place.dim]
+            low, high = (exported, exported) if isinstance(exported, int) else _range(package, exported, place)
+            known = found.get(exported, FreeSize(low, high, ()))
+            low, high = max(known.low, size.low), min(known.high, size.high)
+            found[exported] = FreeSize(low, high, (*known.places, place))
+    return tuple(found.values())
 
 
-def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The tensor cut or repeated along `dim`: its values stay valid ones, its dimensions keep their order in memory."""
-    if tensor.shape[dim] == size:
-        return tensor
-    if tensor.shape[dim] == 0:
-        raise NotExportable(f"an example of size 0 in dimension {dim} cannot be made larger; give one of size 2")
-    outermost_first = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
-    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
-    dense = tensor.index_select(dim, index).permute(outermost_first).contiguous()
-    return dense.permute([outermost_first.index(d) for d in range(tensor.dim())])
+def _range(package: Package, symbol: str, place: Place) -> tuple[int, int]:
+    if symbol not in package.ranges:
+        raise NotExportable(f"{place.argument}.shape[{place.dim}] must be {symbol}; leave it out of `dynamic`")
+    return package.ranges[symbol]
 
 
 def read_expression(size: int | torch.SymInt) -> int | str:

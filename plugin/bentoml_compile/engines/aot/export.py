@@ -15,7 +15,7 @@ import dataclasses
 import io
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,13 @@ from bentoml_compile.engines.aot import dynamic as dims
 from bentoml_compile.engines.aot.errors import NotExportable
 from bentoml_compile.engines.aot.hazards import find_foreign_constant, find_hazard
 from bentoml_compile.engines.aot.inductor import compile_program
-from bentoml_compile.engines.aot.package import CONSTANTS_FILE, PACKAGE_FILE, Leaf, Package, Weight, tensors_of
+from bentoml_compile.engines.aot.package import PACKAGE_FILE, Leaf, Package, Weight, save_constants, tensors_of
 from bentoml_compile.engines.aot.shadow import shadow
 from bentoml_compile.engines.aot.trace import Call, TracedResult
-from bentoml_compile.engines.eager import device_of
+from bentoml_compile.engines.eager import device_of_call
 from bentoml_compile.engines.failures import out_of_memory
-from bentoml_compile.shapes import ExampleInput, leaves, parameter_names
+from bentoml_compile.ranges import FreeSize, Place
+from bentoml_compile.shapes import ExampleInput, argument_name, parameter_names, tensor_leaves
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -49,7 +50,8 @@ def export_package(
     *,
     mode: str,
     options: Mapping[str, Any],
-    dynamic: Mapping[str, Mapping[int, tuple[int, int]]] | None = None,
+    sizes: Sequence[FreeSize] = (),
+    compiler: Callable[..., str] | None = None,
 ) -> Package:
     """Compiles one method of a model ahead of time, for one example or a range of sizes around it.
 
@@ -59,27 +61,35 @@ def export_package(
     Args:
         directory: made if it is missing; the package is written into it, and nothing else.
         mode, options: as for torch.compile; options go on top of the mode's, inductor.SETTINGS on top of both.
-        dynamic: {argument: {dimension: (min, max)}}. Traced at sizes of at least 2: whether the package is right at 1
-            is for the caller to verify, since a branch on a size of 1 is baked in.
+        sizes: what may vary; `exported_sizes` tells what then does. Traced at sizes of at least 2: whether the package
+            is right at 1 is for the caller to verify, since a branch on a size of 1 is baked in.
+        compiler: None stands for `compile_program`; another of its kind compiles in another process.
 
     Raises:
         NotExportable: compiled code would not do what eager does, or torch.export refuses the model.
         Exception: whatever the compiler raises.
     """
     call = _read_call(model, method, example)
-    ranges = dims.read_ranges(dynamic or {}, call.arguments, call.tensors)
     directory.mkdir(parents=True, exist_ok=True)
     with _without_gradients(model):
-        program, result = _export(call, ranges)
-        _refuse_hazards(program, call, bool(ranges))
+        program, result = _export(call, sizes)
+        _refuse_hazards(program, call, is_dynamic=any(not size.is_fixed for size in sizes))
         constants = _constants_to_buffers(program)
         package = _describe(program, result, call, constants)
-        library = compile_program(program, directory, device=torch.device(package.device), mode=mode, options=options)
+        device = torch.device(package.device)
+        library = (compiler or compile_program)(program, directory, device=device, mode=mode, options=options)
     package = dataclasses.replace(package, library=library)
     if constants:
-        torch.save(constants, directory / CONSTANTS_FILE)
+        save_constants(directory, constants)
     (directory / PACKAGE_FILE).write_text(package.to_json())
     return package
+
+
+def exported_sizes(
+    package: Package, model: nn.Module, method: str, example: ExampleInput, sizes: Sequence[FreeSize]
+) -> tuple[FreeSize, ...]:
+    """What varies in a package that was exported with `sizes`: export may have bound dimensions to each other."""
+    return dims.sizes_of(package, sizes, _read_call(model, method, example).places)
 
 
 @contextlib.contextmanager
@@ -92,57 +102,68 @@ def _without_gradients(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _ExampleCall:
-    """The call to compile, and for each tensor in it the path to it and the argument that holds it."""
+    """The call to compile, and for each tensor in it the path to it and where a reader finds it."""
 
     model: nn.Module
     method: str
+    names: tuple[str, ...]
     example: ExampleInput
     tensors: list[torch.Tensor]
     paths: list[tuple[Any, ...]]
-    arguments: list[str]
+    places: list[Place]
 
     def label(self, tensor: int) -> str:
         """What a reader calls a tensor of the call: "input_ids", "batch['ids']"."""
-        return self.arguments[tensor] + "".join(f"[{key!r}]" for key in self.paths[tensor][2:])
+        place = self.places[tensor]
+        return place.argument + "".join(f"[{key!r}]" for key in place.path)
 
 
 def _read_call(model: nn.Module, method: str, example: ExampleInput) -> _ExampleCall:
     names = parameter_names(getattr(model, method))
-    found = [(path, leaf) for path, leaf in leaves((example.args, example.kwargs)) if isinstance(leaf, torch.Tensor)]
-    arguments = [
-        str(path[1]) if path[0] == 1 else names[path[1]] if path[1] < len(names) else f"*{path[1]}" for path, _ in found
+    found = list(tensor_leaves((example.args, example.kwargs)))
+    places = [
+        Place(str(path[1]) if path[0] == 1 else argument_name(names, path[1]), path[2:], dim=0) for path, _ in found
     ]
     tensors, paths = [leaf.detach() for _, leaf in found], [path for path, _ in found]
-    return _ExampleCall(model, method, example, tensors, paths, arguments)
+    return _ExampleCall(model, method, names, example, tensors, paths, places)
 
 
 # export
 
 
-def _export(call: _ExampleCall, ranges: Sequence[dims.DynamicDim]) -> tuple[ExportedProgram, TracedResult]:
+def _export(call: _ExampleCall, sizes: Sequence[FreeSize]) -> tuple[ExportedProgram, TracedResult]:
     """Shares the dimensions that may be one; if export refuses that, each gets a symbol of its own."""
     try:
-        return _export_once(call, dims.tracing_of(ranges, call.tensors, shared=True))
+        return _export_once(call, sizes)
     except NotExportable as error:
-        if len(ranges) < 2:
+        apart = dims.each_of_its_own(sizes)
+        if len(apart) == len(sizes):
             raise
         try:
-            return _export_once(call, dims.tracing_of(ranges, call.tensors, shared=False))
+            return _export_once(call, apart)
         except NotExportable:
             raise error from None
 
 
-def _export_once(call: _ExampleCall, tracing: dims.Tracing) -> tuple[ExportedProgram, TracedResult]:
+def _export_once(call: _ExampleCall, sizes: Sequence[FreeSize]) -> tuple[ExportedProgram, TracedResult]:
+    program, result = _traced(call, sizes, TracedResult())
+    return _traced(call, sizes, TracedResult(watched=True)) if result.in_doubt else (program, result)
+
+
+def _traced(
+    call: _ExampleCall, sizes: Sequence[FreeSize], result: TracedResult
+) -> tuple[ExportedProgram, TracedResult]:
+    """Fills `result`."""
     try:
         copied = shadow(call.model)
     except Exception as error:
         raise NotExportable(f"the model cannot be copied for tracing: {_reason(error, call)}") from error
-    result = TracedResult()
-    module = Call(copied, call.method, call.example, result)
+    tracing = dims.tracing_of(call.example, call.names, sizes, call.places)
+    module = Call(copied, call.method, tracing.example, result)
     shapes = {"tensors": tracing.dims} if any(tracing.dims) else None
     try:
         with _graphs_to_debug_log():
-            inputs = tuple(tensor.clone() for tensor in tracing.tensors)
+            inputs = tuple(tensor.clone() for tensor in _read_call(call.model, call.method, tracing.example).tensors)
             program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         if out_of_memory(error):
@@ -179,7 +200,7 @@ def _in_words(condition: str, call: _ExampleCall) -> str:
     return size.sub(lambda match: f"{call.label(int(match[1]))}.shape", condition)
 
 
-def _refuse_hazards(program: ExportedProgram, call: _ExampleCall, is_dynamic: bool) -> None:
+def _refuse_hazards(program: ExportedProgram, call: _ExampleCall, *, is_dynamic: bool) -> None:
     labels = [call.label(tensor) for tensor in range(len(call.tensors))]
     try:
         hazard = find_foreign_constant(program, call.model) or find_hazard(program, labels, _PREFIX)
@@ -209,7 +230,7 @@ def _constants_to_buffers(program: ExportedProgram) -> dict[str, torch.Tensor]:
         if spec.kind is InputKind.CONSTANT_TENSOR:
             assert spec.target is not None
             specs[position] = InputSpec(InputKind.BUFFER, spec.arg, spec.target, persistent=False)
-            constants[spec.target] = program.constants[spec.target].detach().clone()
+            constants[spec.target] = program.constants[spec.target].detach()
     return constants
 
 
@@ -223,13 +244,13 @@ def _describe(
     symbols = {size for leaf in inputs for size in leaf.sizes if isinstance(size, str)}
     return Package(
         library="",
-        device=str(_device(call)),
+        device=str(device_of_call(call.model, call.example)),
         inputs=inputs,
         output_spec=result.spec,
         output_constants=result.constants,
         ranges=dims.read_symbol_ranges(program, symbols),
         weights=_weights(program, call.model, constants),
-        constants=tuple(constants),
+        constants={name: _weight(name, tensor) for name, tensor in constants.items()},
     )
 
 
@@ -243,11 +264,6 @@ def _leaf(path: tuple[Any, ...], value: torch.Tensor) -> Leaf:
     )
 
 
-def _device(call: _ExampleCall) -> torch.device:
-    device = device_of(call.model) if tensors_of(call.model) else call.tensors[0].device
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
 def _weights(program: ExportedProgram, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
     own = tensors_of(model)
     weights = {}
@@ -256,5 +272,9 @@ def _weights(program: ExportedProgram, model: nn.Module, constants: Mapping[str,
             assert spec.target is not None
             name = spec.target.removeprefix(_PREFIX)
             tensor = own[name]
-            weights[spec.target] = Weight(name, str(tensor.dtype), tuple(tensor.shape), tensor.stride())
+            weights[spec.target] = _weight(name, tensor)
     return weights
+
+
+def _weight(name: str, tensor: torch.Tensor) -> Weight:
+    return Weight(name, str(tensor.dtype), tuple(tensor.shape), tensor.stride())

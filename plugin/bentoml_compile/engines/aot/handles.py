@@ -40,14 +40,13 @@ def handles_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [_pointer_in(capsule, None) for capsule in _new(tensors)]
 
 
-def tensors_of(handles: Iterable[int | None]) -> list[torch.Tensor | None]:
+def tensors_of(handles: Sequence[int | None]) -> list[torch.Tensor | None]:
     """Takes the handles over: their tensors, and None for NULL."""
-    found = list(handles)
-    tensors: list[torch.Tensor | None] = _take_over([_capsule_of(handle, None, None) for handle in found if handle])
-    if len(tensors) == len(found):
+    tensors: list[torch.Tensor | None] = _take_over([_capsule_of(handle, None, None) for handle in handles if handle])
+    if len(tensors) == len(handles):
         return tensors
     taken = iter(tensors)
-    return [next(taken) if handle else None for handle in found]
+    return [next(taken) if handle else None for handle in handles]
 
 
 def free(handles: Iterable[int | None]) -> None:

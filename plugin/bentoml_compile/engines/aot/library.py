@@ -22,11 +22,13 @@ themselves, and generated code has its number of threads built in.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,22 +56,35 @@ def open_library(
     expected: Mapping[str, Layout] | None = None,
     num_models: int | None = None,
     cubin_dir: Path | None = None,
+    single_threaded: bool = False,
 ) -> Library | BoundLibrary:
     """A Library, or a BoundLibrary where the file or this torch does not allow one; the debug log says why.
 
     Arguments and errors are those of Library.
     """
     kind: type[Library] | type[BoundLibrary] = Library
-    if needs_proxy_executor(path):
-        logger.debug("%s runs by torch's binding: it has operators that only the binding can run", path.name)
+    if why := _needs_binding(path):
+        logger.debug("%s runs by torch's binding: %s", path.name, why)
         kind = BoundLibrary
-    else:
-        try:
-            handles.require()
-        except MissingSymbol as error:
-            logger.debug("%s runs by torch's binding: %s", path.name, error)
-            kind = BoundLibrary
-    return kind(path, device=device, weights=weights, expected=expected, num_models=num_models, cubin_dir=cubin_dir)
+    return kind(
+        path,
+        device=device,
+        weights=weights,
+        expected=expected,
+        num_models=num_models,
+        cubin_dir=cubin_dir,
+        single_threaded=single_threaded,
+    )
+
+
+def _needs_binding(path: Path) -> str:
+    if needs_proxy_executor(path):
+        return "it has operators that only the binding can run"
+    try:
+        handles.require()
+    except MissingSymbol as error:
+        return str(error)
+    return ""
 
 
 def needs_proxy_executor(path: Path) -> bool:
@@ -89,6 +104,8 @@ class Library:
             does not tell sizes and strides.
         num_models: how many calls may run at once; more wait. None means `calls_at_once`.
         cubin_dir: where the CUDA kernels lie; None means where they were compiled.
+        single_threaded: run by RunSingleThreaded, one call at a time whatever `num_models` says: on CUDA the one way
+            that can be captured in a graph (https://github.com/pytorch/pytorch/pull/148601).
 
     Raises:
         LibraryError: not a library of AOTInductor, another file under a path that was opened before, or a weight
@@ -98,6 +115,7 @@ class Library:
     names: tuple[str, ...]  # of the weights that it takes
     inputs: int
     outputs: int
+    devices: frozenset[torch.device]  # of the weights: a CUDA library may keep some on the CPU
 
     def __init__(
         self,
@@ -108,23 +126,47 @@ class Library:
         expected: Mapping[str, Layout] | None = None,
         num_models: int | None = None,
         cubin_dir: Path | None = None,
+        single_threaded: bool = False,
     ) -> None:
         handles.require()
-        self._device = capi.with_index(device)
-        num_models = calls_at_once(device) if num_models is None else num_models
+        self.name = path.name
+        self.device = capi.with_index(device)
+        self._on_cuda = self.device.type == "cuda"
+        self.single_threaded = single_threaded
+        self._num_models = 1 if single_threaded else num_models or calls_at_once(device)
+        self._expected = expected
+        self._cubin_dir = cubin_dir
         self._library = capi.load(path)
-        self._container = capi.create(self._library, self._device, num_models, cubin_dir)
+        self._run = getattr(self._library, f"AOTInductorModelContainerRun{'SingleThreaded' if single_threaded else ''}")
+        self._hold(weights)
+
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Library:
+        """Another container of the same code, with other weights; this one stays as it is, and may be closed.
+
+        The file may be gone: its code is in memory. CUDA kernels that lie beside it are read once more.
+
+        Raises:
+            LibraryError: a weight is missing or does not fit.
+        """
+        other = copy.copy(self)
+        other._hold(weights)
+        return other
+
+    def _hold(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """A container of its own, with these weights."""
+        self._container = capi.create(self._library, self.device, self._num_models, self._cubin_dir)
         try:
             interface = capi.interface_of(self._library, self._container)
-            tensors = in_place(interface.constants, weights, expected, self._device)
+            tensors = in_place(interface.constants, weights, self._expected, self.device)
             self._give(interface.constants, tensors)
         except BaseException:
             self._library.AOTInductorModelContainerDelete(self._container)
             raise
         self.names = tuple(constant.original for constant in interface.constants)
         self.inputs, self.outputs = interface.inputs, interface.outputs
-        self._on_cuda = self._device.type == "cuda"
-        self._slots = Slots([_Arrays(self.inputs, self.outputs) for _ in range(num_models)], name=path.name)
+        self.devices = frozenset(tensor.device for tensor in tensors)
+        slots = [_Arrays(self._container, self.inputs, self.outputs) for _ in range(self._num_models)]
+        self._slots = Slots(slots, name=self.name)
 
     def _give(self, constants: Sequence[capi.Constant], tensors: Sequence[torch.Tensor]) -> None:
         """Hands the weights over; the container makes handles of its own, so ours are freed whatever happens."""
@@ -154,34 +196,30 @@ class Library:
         try:
             if not self._on_cuda:
                 return self._call(tensors, arrays, None)
-            with torch.cuda.device(self._device):
-                return self._call(tensors, arrays, torch.cuda.current_stream(self._device).cuda_stream)
+            with torch.cuda.device(self.device):
+                return self._call(tensors, arrays, torch.cuda.current_stream(self.device).cuda_stream)
         finally:
             self._slots.give_back(arrays)
 
     def _call(self, tensors: Sequence[torch.Tensor], arrays: _Arrays, stream: int | None) -> list[torch.Tensor | None]:
         given, got = arrays.given, arrays.got
-        for index in range(self.outputs):
-            got[index] = None  # the call leaves the place of a missing output as it is
-        for index, handle in enumerate(handles.handles_of(tensors)):
-            given[index] = handle
-        code = self._library.AOTInductorModelContainerRun(
-            self._container, arrays.given_at, self.inputs, arrays.got_at, self.outputs, stream, None
-        )
+        got[:] = arrays.nothing  # the call leaves the place of a missing output as it is
+        given[:] = handles.handles_of(tensors)
+        code = self._run(*arrays.arguments, stream, None)
         if code:
             try:
                 capi.check(self._library, code)
             finally:
                 handles.free(given)  # those that the call has taken over are NULL now
                 handles.free(got)
-        return handles.tensors_of(got)
+        return handles.tensors_of(got[:])
 
     def close(self) -> None:
         """Waits for the calls under way, then gives the weights back. A second call does nothing."""
         if not self._slots.drain():
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a call returns before its kernels have run
+        if self._on_cuda:
+            torch.cuda.synchronize(self.device)  # a call returns before its kernels have run
         weights = self._weights()
         self._library.AOTInductorModelContainerDelete(self._container)
         handles.free(weights)
@@ -199,8 +237,14 @@ class Library:
 class _Arrays:
     """Where one call at a time puts its handles; kept from call to call, since making them takes microseconds."""
 
-    __slots__ = ("given", "given_at", "got", "got_at")
+    __slots__ = ("arguments", "given", "got", "nothing")
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        self.given, self.got = (ctypes.c_void_p * inputs)(), (ctypes.c_void_p * outputs)()
-        self.given_at, self.got_at = ctypes.addressof(self.given), ctypes.addressof(self.got)
+    def __init__(self, container: ctypes.c_void_p, inputs: int, outputs: int) -> None:
+        self.given: Any = (ctypes.c_void_p * inputs)()
+        self.got: Any = (ctypes.c_void_p * outputs)()
+        self.nothing = [None] * outputs
+        self.arguments = (container, *_place(self.given), *_place(self.got))  # of Run, up to the stream
+
+
+def _place(array: Any) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    return ctypes.c_void_p(ctypes.addressof(array)), ctypes.c_size_t(len(array))

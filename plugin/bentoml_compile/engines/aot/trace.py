@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +25,22 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 @dataclass(slots=True)
 class TracedResult:
-    """Filled while the model is traced: the output's structure, its leaves that are no tensors, and what was wrong."""
+    """Filled while the model is traced.
+
+    Attributes:
+        spec: the output's structure.
+        constants: (leaf, value) of each leaf of the output that is no tensor.
+        problem: what was wrong.
+        in_doubt: Python's random was drawn from, by the model or by another thread meanwhile: a server that traces
+            requests draws the ids of their spans. To be traced again with `watched`.
+        watched: every call of the tracing thread is looked at, which takes time, so that there is no doubt.
+    """
 
     spec: str = ""
     constants: tuple[tuple[int, Constant], ...] = ()
     problem: str | None = None
+    in_doubt: bool = False
+    watched: bool = False
 
 
 class Call(nn.Module):
@@ -45,13 +58,15 @@ class Call(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = with_tensors((self._example.args, self._example.kwargs), iter(tensors))
         # read here: torch.export sets the attributes back that forward assigns
-        before, drawn = read_state(self._named), _random_state()
-        output = eager_callable(self.model, self._method)(*args, **kwargs)
+        before, python, numpy = read_state(self._named), random.getstate(), _numpy_state()
+        with _Draws() if self._result.watched else contextlib.nullcontext() as draws:
+            output = eager_callable(self.model, self._method)(*args, **kwargs)
         name = changed(before, read_state(self._named))
         if name is not None:
             self._result.problem = f"forward changes '{name}', which compiled code would not do"
-        elif drawn != _random_state():
+        elif numpy != _numpy_state() or (draws is not None and draws.found):
             self._result.problem = "draws numbers from Python's or NumPy's random in forward"
+        self._result.in_doubt |= draws is None and python != random.getstate()
         return self._note(output)
 
     def _note(self, output: Any) -> tuple[torch.Tensor, ...]:
@@ -106,9 +121,30 @@ def _written(spec: pytree.TreeSpec) -> tuple[str, str | None]:
     return text, None if readable else "returns a dict whose keys are neither strings nor numbers"
 
 
-def _random_state() -> tuple[Any, ...]:
+class _Draws:
+    """Whether this thread, inside of it, draws from Python's random. NumPy's is not seen: Cython tells no profiler."""
+
+    _random: Any = random.random.__self__  # type: ignore[attr-defined]  # behind the module's functions
+
+    def __init__(self) -> None:
+        self.found = False
+
+    def __enter__(self) -> _Draws:
+        self._before = sys.getprofile()
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self._before)
+
+    def _look(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and getattr(called, "__self__", None) is self._random:
+            self.found |= called.__name__ in ("random", "getrandbits")  # what all the others draw by
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
-        return (random.getstate(),)
+        return None
     _, keys, position, *gauss = numpy.random.get_state()
-    return random.getstate(), keys.tobytes(), position, gauss
+    return keys.tobytes(), position, gauss
