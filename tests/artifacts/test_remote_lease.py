@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -155,6 +156,57 @@ def test_of_many_that_ask_at_once_one_has_it(uri: str) -> None:
     assert sum(taken) == 1
     assert [lease.held for lease in leases] == taken
     leases[taken.index(True)].release()
+
+
+@pytest.mark.parametrize("has_links", [True, False], ids=["hard links", "no hard links"])
+def test_one_that_is_there_is_not_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse_links)
+    files = RemoteFiles(f"file://{tmp_path}/remote")
+    files.create(PATH, b"first")
+    with pytest.raises(FileExistsError):
+        files.create(PATH, b"second")
+    assert files.read(PATH, 100) == b"first"
+    assert [path.name for path in (tmp_path / "remote" / PATH).parent.iterdir()] == ["lease"]
+
+
+def refuse_links(source: object, target: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted", str(source))  # as vfat says
+
+
+def test_it_is_seen_whole_or_not_at_all(tmp_path: Path) -> None:
+    files, whole = RemoteFiles(f"file://{tmp_path}/remote"), bytes(64 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        created = pool.submit(files.create, PATH, whole)
+        seen = {files.size(PATH)}
+        while not created.done():
+            seen.add(files.size(PATH))
+    created.result()
+    assert seen <= {None, len(whole)}
+    assert files.size(PATH) == len(whole)
+
+
+def test_anothers_that_is_still_half_written_is_read_again(tmp_path: Path) -> None:
+    """Where a file system cannot do better."""
+
+    class HalfWritten(RemoteFiles):
+        reads = iter([FileNotFoundError(), b"", signed()])
+
+        def read(self, path: str, most: int) -> bytes:
+            content = next(self.reads)
+            if isinstance(content, Exception):
+                raise content
+            return content
+
+        def create(self, path: str, content: bytes) -> None:
+            raise FileExistsError(path)
+
+    files = HalfWritten(f"file://{tmp_path}/remote")
+    lease = RemoteLease(files, PATH, Patience(HANG), of=OF, public_keys=[KEY.public], key=KEY)
+    assert not lease.take()
+    assert lease.holder == "7 on there"
 
 
 def test_a_holder_that_is_done_is_no_longer_waited_for(shared: str, holder: Holder) -> None:

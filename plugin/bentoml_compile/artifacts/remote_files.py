@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -134,21 +134,20 @@ class RemoteFiles:
         """Make or replace a file, all of it or nothing."""
         system, path = self._at(path)
         if _is_local(system):
-            with _replacing(Path(path)) as file:
+            with _complete(Path(path), os.replace) as file:
                 file.write(content)
         else:
             system.pipe_file(path, content)
 
     def create(self, path: str, content: bytes) -> None:
-        """Make a file that is not there yet.
+        """Make a file that is not there yet. Where a file system cannot do better, it may be seen half written.
 
         Raises:
             FileExistsError: it is there. Not every file system finds out, or says so: read it again.
         """
         system, path = self._at(path)
         if _is_local(system):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with Path(path).open("xb") as file:
+            with _complete(Path(path), _place_new) as file:
                 file.write(content)
             return
         try:
@@ -160,7 +159,7 @@ class RemoteFiles:
         """Make or replace a file by a copy of a local one, all of it or nothing."""
         system, path = self._at(path)
         if _is_local(system):
-            with source.open("rb") as read, _replacing(Path(path)) as file:
+            with source.open("rb") as read, _complete(Path(path), os.replace) as file:
                 shutil.copyfileobj(read, file, 1 << 20)
         else:
             system.put_file(str(source), path)
@@ -266,8 +265,8 @@ def _is_local(system: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of another when it is complete; fsspec's local file system writes in place."""
+def _complete(path: Path, place: Callable[[Path, Path], None]) -> Iterator[IO[bytes]]:
+    """A file that is placed at `path` when it is complete; fsspec's local file system writes in place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:20]}.{secrets.token_hex(6)}{_TEMPORARY}")
     try:
@@ -275,9 +274,21 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        place(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     sync_directory(path.parent)
+
+
+def _place_new(temporary: Path, path: Path) -> None:
+    """Raises FileExistsError if there is one at `path`."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        with path.open("xb") as file:
+            file.write(temporary.read_bytes())
+    temporary.unlink()

@@ -197,6 +197,9 @@ class RemoteLease(Turn):
             except Exception as error:  # another was faster; or the answer got lost
                 failure = error
             lease = self._read()
+            if lease is None and failure is not None:  # that other's may still be half written
+                time.sleep(_SETTLE)
+                lease = self._read()
         if lease is None or lease.is_old():
             raise failure or OSError(f"{self._path} is not there after it was written")
         self.holder = str(lease)
