@@ -151,6 +151,11 @@ class Bad:
 
 
 @bentoml.service
+class Api:
+    good = bentoml.depends(Good)
+
+
+@bentoml.service
 class Crash:
     def __init__(self):
         raise RuntimeError("no weights")
@@ -185,6 +190,15 @@ def test_explain_prints_each_break_and_exits_with_1(forked: Forked, tmp_path: Pa
     assert f'service.py:{line}: print("a break")' in result.stdout
     assert "reason: " in result.stdout
     assert "hint: " in result.stdout
+
+
+def test_explain_of_a_service_that_only_depends_on_others_names_them_and_exits_with_1(
+    forked: Forked, tmp_path: Path
+) -> None:
+    result = explain(forked, tmp_path, "service:Api")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "service:Api.good" in result.stderr
+    assert explain(forked, tmp_path, "service:Api.good").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def explained(forked: Forked, directory: Path, target: str) -> subprocess.Comple
     (directory / "service.py").write_text(SERVICE)
     script = f"""
 from bentoml_compile.bento.explain import explain
-for name, breaks in explain({target!r}):
+for name, breaks in explain({target!r}).models:
     print(name, *(f"{{found.line}}|{{found.source}}" for found in breaks))
 import torch
 print("compiled:", bool(torch._dynamo.utils.counters["inductor"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from bentoml_compile.cli.making import making
+from bentoml_compile.cli.warm import say_what_is_left
 
 
 @click.command()
@@ -14,17 +15,20 @@ def explain(target: str) -> None:
 
     TARGET is what `bentoml serve` takes: service:Name, a Bento's tag, or a folder.
 
-    Exit status: 0 without breaks, 1 with breaks, 2 if the service cannot be made.
+    Models of a service that it depends on are those of service:Entry.dependency. Of a legacy service, all runners are
+    explained.
+
+    Exit status: 0 without breaks, 1 with breaks, or if only the services that it depends on may have models, 2 if the
+    service cannot be made.
     """
     from bentoml_compile.bento.explain import explain as find_breaks
 
     with making(target):
-        models = find_breaks(target)
-    if not models:
-        click.echo(f"{target} compiles no model; call compile_model(...) in its __init__")
-    for model, breaks in models:
+        explained = find_breaks(target)
+    for model, breaks in explained.models:
         count = f"{len(breaks)} graph break{'s' if len(breaks) > 1 else ''}" if breaks else "one graph"
         click.echo(f"{model}: {count}")
         for number, found in enumerate(breaks, 1):
             click.echo(f"  {number}. " + str(found).replace("\n", "\n  "))
-    raise SystemExit(1 if any(breaks for _, breaks in models) else 0)
+    is_enough = say_what_is_left(target, bool(explained.models), explained.dependencies)
+    raise SystemExit(0 if is_enough and not any(breaks for _, breaks in explained.models) else 1)
