@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import psutil
 import pytest
 import torch
 
-from bentoml_compile.doctor import tools
+from bentoml_compile.doctor import check, tools
 from tests.doctor.findings import expect, only
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -71,19 +73,27 @@ def test_a_compiler_that_fails(program: Callable[[str, str], None], script: str,
 def test_a_compiler_that_hangs_is_ended(
     program: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pid = tmp_path / "pid"
+
+    class Started(subprocess.Popen[str]):
+        """Its time begins when it hangs, however late that is."""
+
+        def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+            wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+            return super().communicate(input, timeout)
+
+    monkeypatch.setattr(check.subprocess, "Popen", Started)
     monkeypatch.setattr(tools, "COMPILE_SECONDS", 1.0)
-    program("g++", f"echo $$ >{tmp_path}/pid; {shutil.which('sleep', path=os.defpath)} 600")
+    program("g++", f"echo $$ >{pid}; {shutil.which('sleep', path=os.defpath)} 600")
     expect(only(tools.compiler()), "problem", "did not end within 1 s", "--reinstall g++")
-    group = int((tmp_path / "pid").read_text())
-    assert [
-        each for each in psutil.process_iter() if _group(each) == group and each.status() != psutil.STATUS_ZOMBIE
-    ] == []
+    group = int(pid.read_text())
+    wait_for(lambda: not any(_lives_in(group, each) for each in psutil.process_iter()))
 
 
-def _group(process: psutil.Process) -> int | None:
-    with contextlib.suppress(ProcessLookupError):
-        return os.getpgid(process.pid)
-    return None
+def _lives_in(group: int, process: psutil.Process) -> bool:
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.parametrize("name", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
