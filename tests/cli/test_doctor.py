@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from bentoml_compile.cli import main
 from tests.doctor.findings import without_settings
 from tests.doctor.test_storage import make_artifact
 from tests.forked import Forked
@@ -23,23 +21,6 @@ from tests.otlp_receiver import OtlpReceiver
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     without_settings(monkeypatch)
-
-
-def test_doctor_prints_a_line_for_each_finding_and_exits_by_the_worst(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BENTOML_HOME", str(tmp_path / "home"))
-    result = CliRunner().invoke(main, ["doctor"])
-    assert result.exit_code == 0, result.output
-    assert f"ok       store       {tmp_path}/home/compile: not there yet" in result.output
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    result = CliRunner().invoke(main, ["doctor", "--json"])
-    assert result.exit_code == 1
-    found = {item["check"]: item for item in json.loads(result.output)}
-    assert found["environment"]["status"] == "warning"
-    assert (found["compiler"]["status"], found["compiler"]["fix"]) == ("problem", "unset CXX")
-    assert "torch.default_dtype" in found["machine"]["details"]
 
 
 SERVICE = """
@@ -71,7 +52,7 @@ main()
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[Forked]:
-    """Each service is loaded in a process of its own, since BentoML keeps its config there."""
+    """Each command has a process of its own: BentoML keeps its config there, and a check that hangs ends it."""
     with Forked("torch", "_bentoml_sdk.service", "bentoml_compile.bento.compile") as forked:
         yield forked
 
@@ -79,6 +60,18 @@ def forked() -> Iterator[Forked]:
 def doctor(forked: Forked, folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "BENTOML_HOME": str(folder / "home"), "BENTOML_DO_NOT_TRACK": "True", **more}
     return forked.run(COMMAND, folder, "doctor", *arguments, env=environment)
+
+
+def test_doctor_prints_a_line_for_each_finding_and_exits_by_the_worst(forked: Forked, tmp_path: Path) -> None:
+    done = doctor(forked, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"ok       store       {tmp_path}/home/compile: not there yet" in done.stdout
+    done = doctor(forked, tmp_path, "--json", TORCH_COMPILE_DISABLE="1", CXX="/nowhere/g++")
+    assert done.returncode == 1, done.stderr
+    found = {item["check"]: item for item in json.loads(done.stdout)}
+    assert found["environment"]["status"] == "warning"
+    assert (found["compiler"]["status"], found["compiler"]["fix"]) == ("problem", "unset CXX")
+    assert "torch.default_dtype" in found["machine"]["details"]
 
 
 def test_a_services_config_decides_what_is_checked(forked: Forked, tmp_path: Path) -> None:
