@@ -153,7 +153,8 @@ def test_a_dependency_sees_the_entrys_environment_then_its_own_then_the_processs
 def test_what_could_not_be_uploaded_is_told_with_status_1(project: Project) -> None:
     (project.folder / "remote").write_text("no folder")
     key = PrivateKey.new()
-    artifacts = {"remote": f"file://{project.folder}/remote", "public_keys": [str(key.public)]}
+    remote = f"file://{project.folder}/remote"
+    artifacts = {"remote": remote, "remote_timeout": 120, "public_keys": [str(key.public)]}
     overrides = {"services": {"Entry": {"torch_compile": {"artifacts": artifacts}}}}
     env = {"BENTOML_CONFIG_OVERRIDES": json.dumps(overrides), KEY: key.to_pem().decode()}
 
