@@ -11,10 +11,10 @@ import pytest
 from tests.bento.traced_server import call, new_trace, post, request_span, traced_server
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.servers import Server, value
+from tests.waiting import PATIENCE
 
 METHODS = ["batched", "batched_async"]
 THREADS = 4  # of the service
-PATIENCE = 60.0  # seconds until something that should happen counts as failed
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def burst(
     Where some are sampled and some are not, two of both kinds have shared one.
     BentoML first measures batches of one to three, so early bursts may not be batched.
     """
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
         traces = [new_trace() for _ in inputs]
         flags = [sampled(index) for index in range(len(inputs))]

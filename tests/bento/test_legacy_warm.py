@@ -24,6 +24,7 @@ from bentoml_compile.telemetry.file import PATH_VARIABLE
 from bentoml_compile.trace_tree import read_traces
 from tests.forked import Forked
 from tests.servers import Server
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -173,7 +174,7 @@ def serve(directory: Path, home: Path, target: str, body: Any) -> tuple[Any, dic
     env = {"BENTOML_CONFIG_OVERRIDES": environment(home)["BENTOML_CONFIG_OVERRIDES"], "OMP_NUM_THREADS": None}
     env |= {"OTEL_TRACES_EXPORTER": "bentoml_compile_file", PATH_VARIABLE: str(traces)}
     with Server(directory, home, target=target, env=env) as server:
-        answer = httpx.post(f"{server.base_url}/score", json=body, timeout=60)
+        answer = httpx.post(f"{server.base_url}/score", json=body, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text + server.log
     spans = [span for trace in read_traces(traces.read_text().splitlines()).traces for span in trace]
     startups = {span.id: span.attributes for span in spans if span.name == "torch_compile.startup"}

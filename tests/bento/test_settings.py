@@ -295,7 +295,7 @@ def test_a_development_worker_gives_each_service_in_it_its_own_config(tmp_path: 
     )
     with Server(tmp_path, tmp_path / "home", target="service:Embedder", arguments=["--development"]) as server:
         answer = subprocess.run(
-            [sys.executable, "-c", f"import httpx; print(httpx.post('{server.base_url}/mode').text)"],
+            [sys.executable, "-c", f"import httpx; print(httpx.post('{server.base_url}/mode', timeout=120).text)"],
             capture_output=True,
             text=True,
             check=True,

@@ -12,18 +12,18 @@ import httpx
 
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.servers import Server
+from tests.waiting import PATIENCE
 
 DIRECTORY = Path(__file__).parent / "traced"
 
 
 def traced_server(
-    home: Path, config: Mapping[str, Any], env: Mapping[str, str] | None = None, target: str = "service:Traced"
+    home: Path, config: Mapping[str, Any], env: Mapping[str, str | None] | None = None, target: str = "service:Traced"
 ) -> Server:
     """`config` is the service's own section of BentoML's config."""
     overrides = {"services": {target.split(":")[1]: dict(config)}}
-    return Server(
-        DIRECTORY, home, target=target, env={"BENTOML_CONFIG_OVERRIDES": json.dumps(overrides), **(env or {})}
-    )
+    own = {"BENTOML_CONFIG_OVERRIDES": json.dumps(overrides), "FLUSH_SECONDS": str(PATIENCE)}
+    return Server(DIRECTORY, home, target=target, env={**own, **(env or {})})
 
 
 def call(server: Server, method: str, value: object, trace_id: str | None = None, sampled: bool = True) -> Any:
@@ -36,7 +36,7 @@ def post(
 ) -> httpx.Response:
     headers = {} if trace_id is None else {"traceparent": f"00-{trace_id}-{secrets.token_hex(8)}-{int(sampled):02d}"}
     argument = "xs" if isinstance(value, list) else "x"
-    return httpx.post(f"{server.base_url}/{method}", json={argument: value}, headers=headers, timeout=30)
+    return httpx.post(f"{server.base_url}/{method}", json={argument: value}, headers=headers, timeout=PATIENCE)
 
 
 def new_trace() -> str:
