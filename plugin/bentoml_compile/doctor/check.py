@@ -66,8 +66,8 @@ class Check:
         found: list[Finding] = []
         try:
             within(self.seconds, lambda: found.extend(self.look()))
-        except TimeoutError:
-            found.append(problem(f"no answer within {self.seconds:g} s", self.stuck))
+        except TimeoutError:  # a list of its own: what is found later would follow it
+            return [*found, problem(f"no answer within {self.seconds:g} s", self.stuck)]
         except BaseException as error:
             found.append(problem(f"the check itself failed: {in_one_line(error)}", "report it with this line"))
         return found
