@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,14 +108,18 @@ def test_a_bucket_that_is_missing_is_not_made(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_a_server_that_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    finding = only(shared.remote("s3://there/artifacts", seconds=60, writes=False))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        finding = only(shared.remote("s3://there/artifacts", seconds=60, writes=False))
     expect(finding, "problem", "cannot be used", f"curl -sv {endpoint}")
 
 
-def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["left behind", "seen too late"])
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    if not waits:  # its error comes first
+        monkeypatch.setattr(shared, "within", lambda seconds, work: work())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         finding = only(shared.remote("s3://there/artifacts", seconds=0.5, writes=False))
@@ -131,6 +136,22 @@ def test_a_folder_that_is_not_mounted(tmp_path: Path, writes: bool) -> None:
     (tmp_path / "shared").mkdir()
     assert only(shared.remote(f"file://{tmp_path}/shared", seconds=60, writes=writes)).status == "ok"
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_folder_that_another_doctor_takes_away_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, make = [], Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        if path.name == "doctor" and not taken:
+            taken.append(path.rmdir())  # as soon as it is there, and empty
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert only(shared.remote(f"file://{tmp_path}", seconds=60, writes=True)).status == "ok"
+    assert taken
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("writes", [True, False])

@@ -121,18 +121,25 @@ def remote(uri: str, *, seconds: float, writes: bool) -> Iterator[Finding]:
     try:
         said = within(seconds, lambda: _written(files, protocol) if writes else _read(files))
     except TimeoutError:
-        yield problem(
-            f"{place}: no answer within remote_timeout ({seconds:g} s), so a boot waits so long and then compiles",
-            f"{_way_to(protocol)}; or torch_compile: {{artifacts: {{remote_timeout: {2 * seconds:g}}}}}",
-        )
+        yield _no_answer(place, protocol, seconds)
     except FileNotFoundError as error:
         yield problem(f"{place}: there is no such bucket: {in_one_line(error)}", _make(protocol, place))
     except PermissionError as error:
         yield problem(f"{place}: {in_one_line(error)}", _permit(protocol, uri, writes))
     except Exception as error:
-        yield problem(f"{place} cannot be used: {in_one_line(error)}", _way_to(protocol))
+        if time.monotonic() - started >= seconds:  # the file system gave up, before the wait for it was seen to be over
+            yield _no_answer(place, protocol, seconds)
+        else:
+            yield problem(f"{place} cannot be used: {in_one_line(error)}", _way_to(protocol))
     else:
         yield ok(f"{place}: {said} in {time.monotonic() - started:.2f} s; remote_timeout is {seconds:g} s")
+
+
+def _no_answer(place: str, protocol: str, seconds: float) -> Finding:
+    return problem(
+        f"{place}: no answer within remote_timeout ({seconds:g} s), so a boot waits so long and then compiles",
+        f"{_way_to(protocol)}; or torch_compile: {{artifacts: {{remote_timeout: {2 * seconds:g}}}}}",
+    )
 
 
 def _absent(place: str, path: Path, writes: bool) -> Finding:
@@ -155,7 +162,12 @@ def _read(files: RemoteFiles) -> str:
 def _written(files: RemoteFiles, protocol: str) -> str:
     files.list("")
     path, content = f"doctor/{secrets.token_hex(8)}", secrets.token_bytes(64)
-    files.write(path, content)
+    try:
+        files.write(path, content)
+    except FileNotFoundError:
+        if protocol not in _LOCAL:
+            raise
+        files.write(path, content)  # another doctor has just removed the folder
     try:
         if files.read(path, len(content)) != content:
             raise OSError("it does not give back what was written to it")
