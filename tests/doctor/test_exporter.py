@@ -21,11 +21,12 @@ def test_an_exporter_that_answers_is_sent_no_span(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_exporter_that_nobody_listens_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-    text = f"nobody listens at {endpoint}/v1/traces: ConnectionRefusedError"
-    expect(only(exporter()), "problem", text, f"start what is to listen at {endpoint}/v1/traces, or export OTEL_")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        text = f"nobody listens at {endpoint}/v1/traces: ConnectionRefusedError"
+        expect(only(exporter()), "problem", text, f"start what is to listen at {endpoint}/v1/traces, or export OTEL_")
 
 
 def test_an_exporter_that_is_refused(monkeypatch: pytest.MonkeyPatch, s3: str) -> None:
