@@ -25,6 +25,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
+from tests.waiting import PATIENCE
+
 
 @dataclass(frozen=True)
 class SpanEvent:
@@ -93,7 +95,7 @@ class OtlpReceiver:
         with self._arrived:
             return [span for span in self._spans if name is None or span.name == name]
 
-    def wait_for(self, name: str, count: int = 1, deadline: float = 30.0) -> list[ReceivedSpan]:
+    def wait_for(self, name: str, count: int = 1, deadline: float = PATIENCE) -> list[ReceivedSpan]:
         """At least `count` spans called `name`; AssertionError naming what came instead after `deadline` seconds."""
         return self.wait_until(lambda spans: [span for span in spans if span.name == name], count, name, deadline)
 
@@ -102,7 +104,7 @@ class OtlpReceiver:
         select: Callable[[list[ReceivedSpan]], list[ReceivedSpan]],
         count: int = 1,
         what: str = "spans",
-        deadline: float = 30.0,
+        deadline: float = PATIENCE,
     ) -> list[ReceivedSpan]:
         """Like `wait_for`, for any choice among all spans that arrived."""
         ends = time.monotonic() + deadline

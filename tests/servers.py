@@ -19,13 +19,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+BOOT = 300.0  # seconds until a boot, or a line in its log, counts as failed; a busy machine takes minutes
 
 # What the caller's shell must not pass on to a server under test.
 _DROPPED = ("OTEL_", "BENTOML_", "PROMETHEUS_", "TORCH_COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_LOGS")
@@ -55,6 +57,7 @@ class Server:
         self.arguments = tuple(arguments)
         self.command = tuple(command)
         self.port = 0
+        self._reservation: socket.socket | None = None  # of the port, for as long as the server may use it
         self._process: subprocess.Popen[bytes] | None = None
         home.mkdir(parents=True, exist_ok=True)
         self._log = home / "server.log"
@@ -74,10 +77,12 @@ class Server:
         """Everything the server wrote since its last start, stdout and stderr together."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
-    def start(self, *, wait: bool = True, deadline: float = 120.0) -> Server:
+    def start(self, *, wait: bool = True, deadline: float = BOOT) -> Server:
         """Starts it on a free port and, unless `wait` is False, waits for /readyz to answer 200."""
         assert self._process is None, "the server runs already"
-        self.port = free_port()
+        self._give_port_back()
+        self._reservation = _reserve_port()
+        self.port = int(self._reservation.getsockname()[1])
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -93,11 +98,11 @@ class Server:
             self.wait_ready(deadline)
         return self
 
-    def wait_ready(self, deadline: float = 120.0) -> None:
+    def wait_ready(self, deadline: float = BOOT) -> None:
         """Returns when /readyz answers 200; AssertionError with the log if the server ends or `deadline` passes."""
         self._poll(self._is_ready, deadline, "/readyz did not answer 200")
 
-    def wait_for_log(self, text: str, deadline: float = 60.0) -> None:
+    def wait_for_log(self, text: str, deadline: float = BOOT) -> None:
         """Returns when `text` stands in the log."""
         self._poll(lambda: text in self.log, deadline, f"{text!r} did not appear in the log")
 
@@ -120,6 +125,7 @@ class Server:
             _kill(left)
             process.wait()
             raise AssertionError(f"still running {deadline} s after {how.name}: {names}\n{self.log}")
+        self._give_port_back()
         return process.wait()
 
     def restart(self, how: signal.Signals = signal.SIGTERM) -> Server:
@@ -130,9 +136,25 @@ class Server:
         """Every living process of this server: supervisor, workers, and what those started."""
         return [one for one in psutil.process_iter() if _has_home(one, str(self.home))]
 
+    def commands(self) -> list[tuple[psutil.Process, list[str]]]:
+        """The same with their command lines; without those that end meanwhile."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found.append((process, process.cmdline()))
+        return found
+
+    def names(self) -> set[str]:
+        """The names of the programs that its processes run, as the kernel has them."""
+        found = set()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found.add(process.name())
+        return found
+
     def metrics(self) -> list[Sample]:
         """The samples of BentoML's /metrics, over all workers."""
-        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=BOOT) as answer:
             text = answer.read().decode()
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
@@ -170,8 +192,11 @@ class Server:
     def _poll(self, done: Callable[[], bool], deadline: float, complaint: str) -> None:
         assert self._process is not None, "the server was not started"
         ends = time.monotonic() + deadline
-        while not done():
-            if self._process.poll() is not None:
+        while True:
+            ended = self._process.poll() is not None  # before the look: what it did last counts
+            if done():
+                return
+            if ended:
                 raise AssertionError(f"the server ended with {self._process.returncode}; {complaint}\n{self.log}")
             if time.monotonic() > ends:
                 raise AssertionError(f"{complaint} in {deadline} s\n{self.log}")
@@ -182,12 +207,38 @@ class Server:
         if self._process is not None:
             self._process.wait()
             self._process = None
+        self._give_port_back()
+
+    def _give_port_back(self) -> None:
+        if self._reservation is not None:
+            self._reservation.close()
+            self._reservation = None
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 for a server that is started inside; nobody else is given it meanwhile."""
+    with _reserve_port() as reservation:
+        yield int(reservation.getsockname()[1])
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, for what does not get as far as to listen."""
+    with reserved_port() as port:
+        return port
+
+
+def _reserve_port() -> socket.socket:
+    """A socket at a free port, which another one may share with it as long as this one does not listen.
+
+    Between a mere look for a free port and the server's bind, seconds later, the kernel may give the port to another
+    process. It gives none that is bound, and a server that names the port sets one of these options.
+    """
+    reservation = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reservation.setsockopt(socket.SOL_SOCKET, option, 1)
+    reservation.bind(("127.0.0.1", 0))
+    return reservation
 
 
 def value(samples: Iterable[Sample], name: str, **labels: str) -> float:

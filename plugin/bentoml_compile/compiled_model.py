@@ -225,7 +225,11 @@ class CompiledModel:
             self._switch(Serving(*made, before=self._serving))
             if startup.artifact is not None:
                 self._artifacts[""] = startup.artifact
-            self.__dict__.update(report=report, _pending=False)
+            self.__dict__["report"] = report
+
+    def _settle(self) -> None:
+        """The boot's span has ended, too: who has found the model ready sees that it did."""
+        self.__dict__["_pending"] = False
 
     def _stop(self, error: BaseException | None) -> None:
         """The config asked for a hard stop, in the background: never ready."""

@@ -133,6 +133,7 @@ def _complete_in_background(startup: Startup, until_over: contextlib.ExitStack, 
             if stopped:
                 compiled._stop(error)
             compiled._adopt(startup, report)
+        compiled._settle()
         if stopped:
             return
         listeners.tell("ready", report)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,14 @@ import httpx
 import psutil
 import pytest
 
+from bentoml_compile import model as core
+from bentoml_compile.listener import Listener, Stage
+from tests.models import classifier, ids
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.servers import Server, value
 from tests.serving.test_boots import CHECKOUT, children, classify, one, serve, worker
 from tests.serving.test_failures import script
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +31,7 @@ IN_BACKGROUND = {"startup": "background"}
 
 
 def status(server: Server, path: str) -> int:
-    return httpx.get(f"{server.base_url}/{path}", timeout=60).status_code
+    return httpx.get(f"{server.base_url}/{path}", timeout=PATIENCE).status_code
 
 
 def wait_alive(server: Server) -> None:
@@ -55,7 +60,7 @@ class Gate:
 
 def compilers(server: Server) -> list[psutil.Process]:
     """The processes that compile for the worker, without what stands between them."""
-    return [one for one in server.processes() if "aot.child import main" in " ".join(one.cmdline()[:3])]
+    return [one for one, command in server.commands() if "aot.child import main" in " ".join(command[:3])]
 
 
 def inferences(server: Server, engine: str, model: str = "tiny") -> float:
@@ -181,6 +186,37 @@ def waiting(home: Path, target: str, **overrides: Any) -> Server:
     )
 
 
+class HeldEnd(Listener):
+    """Holds up the end of a boot's span."""
+
+    def __init__(self) -> None:
+        self.came, self.go = threading.Event(), threading.Event()
+
+    def stage_ended(self, stage: Stage) -> None:
+        if stage.name == "startup":
+            self.came.set()
+            assert self.go.wait(PATIENCE)
+
+
+def test_a_model_is_ready_once_the_span_of_its_boot_has_ended() -> None:
+    end = HeldEnd()
+    model = core.compile_model(
+        classifier(),
+        example_inputs=[{"ids": ids(2, 5)}],
+        config={"backend": "eager", "keep_eager_if_slower": False, "startup": "background"},
+        listeners=[end],
+    )
+    try:
+        assert end.came.wait(PATIENCE)
+        assert not model.is_ready
+        end.go.set()
+        wait_for(lambda: model.is_ready, PATIENCE)
+        assert model.report.outcome == "compiled"
+    finally:
+        end.go.set()
+        model.close()
+
+
 @pytest.mark.soak  # in every run: tests/bento/test_readiness.py, without a server
 def test_a_service_that_may_serve_eagerly_is_ready_at_once(tmp_path: Path) -> None:
     option = "services.Waiting.torch_compile.ready_when=eager"
@@ -219,7 +255,7 @@ def check_serves_eagerly(server: Server, receiver: OtlpReceiver, reason: str) ->
     assert startup.attributes["torch_compile.outcome"] == "eager"
     assert f"model 'tiny': served eagerly: {reason}: {event.attributes['torch_compile.message']}" in server.log
     assert compilers(server) == []
-    assert not {process.name() for process in server.processes()} & {"sleep", "g++", "cc1plus"}
+    assert not server.names() & {"sleep", "g++", "cc1plus"}
     assert list(server.home.rglob(".child-*")) == []
     return str(event.attributes["torch_compile.message"])
 
@@ -246,13 +282,13 @@ def test_a_compiler_that_hangs_is_ended_by_the_time_limit(tmp_path: Path) -> Non
     path = {"PATH": f"{hanging}{os.pathsep}{os.environ['PATH']}"}
     with OtlpReceiver() as receiver:
         config: dict[str, Any] = {
-            "torch_compile": {**IN_BACKGROUND, "time_limit": 15},
+            "torch_compile": {**IN_BACKGROUND, "time_limit": 30},  # long after the worker is alive
             "tracing": receiver.tracing_config(0.0),
         }
         with serve(tmp_path / "home", env=path, **config).start(wait=False) as server:
             wait_alive(server)
             assert status(server, "readyz") == 503
-            assert "15 s" in check_serves_eagerly(server, receiver, "time_limit")
+            assert "30 s" in check_serves_eagerly(server, receiver, "time_limit")
 
 
 @pytest.mark.soak  # in every run: tests/bento/test_readiness.py, without a server

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.otlp_receiver import OtlpReceiver
-from tests.servers import Server, value
+from tests.servers import BOOT, Server, value
 from tests.serving.test_boots import COMPILERS, classify, path_without, serve
 
 
@@ -62,7 +62,7 @@ def test_a_compiler_that_hangs_is_ended_by_the_time_limit(tmp_path: Path) -> Non
     compiler = script(tmp_path, "g++", "exec sleep 3600")
     with serve(tmp_path / "home", env={"CXX": compiler}, torch_compile={"time_limit": 15}) as server:
         check_serves_eagerly(server, "time_limit")
-        assert [p for p in server.processes() if p.name() == "sleep"] == []
+        assert "sleep" not in server.names()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
@@ -71,7 +71,7 @@ def test_a_worker_that_compiles_ends_when_it_is_told_to_and_leaves_no_child(
 ) -> None:
     server = serve(tmp_path / "home", torch_compile={"backend": "wait_forever"}).start(wait=False)
     with server:
-        server._poll(lambda: any(p.name() == "sleep" for p in server.processes()), 120, "the compile did not begin")
+        server._poll(lambda: "sleep" in server.names(), BOOT, "the compile did not begin")
         server.stop(how)  # raises if a process is left
 
 
@@ -79,7 +79,7 @@ def test_a_graph_break_stops_the_boot_and_the_next_one_does_not_compile(tmp_path
     with OtlpReceiver() as receiver:
         server = serve(tmp_path / "home", "InParts", tracing=receiver.tracing_config(0.0)).start(wait=False)
         with server:
-            first, second = receiver.wait_for("torch_compile.startup", count=2, deadline=180)[:2]
+            first, second = receiver.wait_for("torch_compile.startup", count=2, deadline=BOOT)[:2]
         spans = receiver.spans()
         steps = [[span.name for span in spans if span.parent_id == startup.span_id] for startup in (first, second)]
         assert steps == [["torch_compile.lookup", "torch_compile.compile"], ["torch_compile.lookup"]]
