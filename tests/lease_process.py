@@ -1,7 +1,7 @@
 """One of the workers of test_lease.py: `main(STORE, GATE, MODEL, CONFIG)`, in a process of its own.
 
-Prints each stage of its boot as it begins, waits in "compile" until the file GATE is there, and prints at last what
-came of it, in JSON.
+Prints each stage of its boot as it begins and "sees PID" for each holder that it waits for, waits in "compile" until
+the file GATE is there, and prints at last what came of it, in JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bentoml_compile.artifacts.lease import Lease
 from bentoml_compile.errors import GraphBreakError
 from bentoml_compile.listener import Listener, Stage
 from bentoml_compile.model import compile_model
@@ -48,9 +49,23 @@ class Gated(Listener):
             self.wait = dict(stage.attributes)
 
 
+def say_holders() -> None:
+    read, seen = Lease._read_holder, set[int]()
+
+    def reading(lease: Lease) -> int | None:
+        holder = read(lease)
+        if holder is not None and holder not in seen:
+            seen.add(holder)
+            print(f"sees {holder}", flush=True)
+        return holder
+
+    Lease._read_holder = reading  # type: ignore[method-assign]
+
+
 def main(store: str, gate: str, model: str, config: str) -> None:
     make, example = MODELS[model]
     listener = Gated(Path(gate))
+    say_holders()
     result: dict[str, Any] = {}
     try:
         compiled = compile_model(

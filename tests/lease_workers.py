@@ -45,7 +45,8 @@ class Worker:
     @property
     def result(self) -> dict[str, Any]:
         assert self.wait() == 0, self.output
-        return json.loads(self.output.splitlines()[-1])
+        [result] = [line for line in self.output.splitlines() if line.startswith("{")]  # a log line may come after it
+        return json.loads(result)
 
 
 class Crowd:
@@ -58,6 +59,10 @@ class Crowd:
 
     def wait_until(self, *, compiling: int, waiting: int) -> None:
         self._poll(lambda: (len(self.those_in("compile")), len(self.those_in("wait"))) == (compiling, waiting))
+
+    def wait_until_seen(self, holder: Worker, by: list[Worker]) -> None:
+        """They look for it a few times a second, and may not have looked since it took the lease."""
+        self._poll(lambda: all(worker.is_in(f"sees {holder.pid}") for worker in by))
 
     def those_in(self, stage: str) -> list[Worker]:
         """Those that have come so far, and perhaps further."""

@@ -63,6 +63,7 @@ def test_of_four_workers_one_compiles_and_three_load_its_artifact(workers: Worke
     workers.wait_until(compiling=1, waiting=3)
     [holder] = workers.those_in("compile")
     waiting = workers.those_in("wait")
+    workers.wait_until_seen(holder, by=waiting)
     workers.let_compile()
     assert holder.result == {"outcome": "compiled", "engine": "jit", "reason": "", "wait": {}}
     assert outcomes(waiting) == ["loaded"] * 3
@@ -76,13 +77,15 @@ def test_a_holder_killed_while_it_compiles_is_followed_by_one_of_the_three(worke
     workers.start(4)
     workers.wait_until(compiling=1, waiting=3)
     [killed] = workers.those_in("compile")
+    workers.wait_until_seen(killed, by=workers.those_in("wait"))
     killed.send(signal.SIGKILL)
     workers.wait_until(compiling=2, waiting=3)
     [successor] = [worker for worker in workers.those_in("compile") if worker is not killed]
+    others = [worker for worker in workers.all if worker not in (killed, successor)]
+    workers.wait_until_seen(successor, by=others)
     workers.let_compile()
     assert successor.result["outcome"] == "compiled"
     assert successor.result["wait"] == {"outcome": "holder_died", "holder": killed.pid}
-    others = [worker for worker in workers.all if worker not in (killed, successor)]
     assert outcomes(others) == ["loaded", "loaded"]
     for worker in others:
         assert worker.result["wait"] == {"outcome": "loaded", "holder": successor.pid}
