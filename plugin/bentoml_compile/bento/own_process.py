@@ -43,7 +43,10 @@ def in_own_process(do: Callable[[], T], what: str, *, environment: Mapping[str, 
     Raises:
         CompileError: with the message of a BentoMLException; of any other error the traceback is on stderr.
     """
-    with tempfile.TemporaryDirectory(prefix="bentoml-compile-", ignore_cleanup_errors=True) as name:
+    with (
+        prompt_termination(),  # else SIGTERM would leave the directory; until the process is waited for, it is killed
+        tempfile.TemporaryDirectory(prefix="bentoml-compile-", ignore_cleanup_errors=True) as name,
+    ):
         work = Path(name)
         (work / _METRICS).mkdir()
         (work / _JOB).write_bytes(pickle.dumps(do))
@@ -55,7 +58,7 @@ def in_own_process(do: Callable[[], T], what: str, *, environment: Mapping[str, 
             stdout=_STDERR,
         )
         try:
-            with prompt_termination():  # else SIGTERM would leave the directory
+            with prompt_termination():  # which leaves the process to what follows
                 status = process.wait()
         except BaseException:
             process.terminate()
