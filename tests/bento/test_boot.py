@@ -7,10 +7,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from bentoml_compile.bento import boot as boot_module
+from bentoml_compile.bento.boot import Boot
 from tests.bento.traced_server import call, new_trace, traced_server
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.servers import Server, value
@@ -249,3 +257,33 @@ def _wait_for(server: Server, name: str, wanted: float, **labels: str) -> None:
         time.sleep(0.05)
         with contextlib.suppress(HTTPError):  # 500: prometheus_client reads a file that a worker has made, still empty
             seen = value(server.metrics(), name, **labels)
+
+
+def test_threads_whose_models_begin_at_once_share_one_boot_span() -> None:
+    exporter, provider, boot = InMemorySpanExporter(), TracerProvider(), Boot(1)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer, other = provider.get_tracer("test"), list[Context]()
+
+    class Overtaken(trace.NoOpTracer):
+        def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
+            other.append(boot.context(tracer))  # of another thread, from its beginning to its end
+            return tracer.start_span(*args, **kwargs)
+
+    own = boot.context(Overtaken())
+    boot.end(None)
+    [exported] = exporter.get_finished_spans()
+    found = [trace.get_current_span(context).get_span_context().span_id for context in (own, *other)]
+    assert found == [exported.context.span_id] * 2
+
+
+def test_a_thread_that_goes_on_when_the_boot_ends_has_its_context_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    boots = [None, Boot(1)]
+
+    class Ending:
+        @property
+        def boot(self) -> Boot | None:
+            return boots.pop()
+
+    monkeypatch.setattr(boot_module, "_process", Ending())
+    tracer = TracerProvider().get_tracer("test")
+    assert [boot_module._boot_context(tracer) is None for _ in range(2)] == [False, True]

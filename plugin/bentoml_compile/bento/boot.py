@@ -46,20 +46,19 @@ class Boot:
 
     def __init__(self, started_ns: int) -> None:
         self._started_ns = started_ns
-        self._span: Span | None = None
+        self._spans: list[Span] = []  # the first counts; threads that begin at once may make more, which never end
 
     def context(self, tracer: Tracer) -> Context:
         """The context for spans of this boot."""
-        if self._span is None:
-            self._span = tracer.start_span("bentoml.worker.boot", context=Context(), start_time=self._started_ns)
-        return trace.set_span_in_context(self._span)
+        if not self._spans:
+            self._spans.append(tracer.start_span("bentoml.worker.boot", context=Context(), start_time=self._started_ns))
+        return trace.set_span_in_context(self._spans[0])
 
     def end(self, error: BaseException | None) -> None:
-        if self._span is None:
-            return
-        if error is not None:
-            fail(self._span, error, None)
-        self._span.end()
+        for span in self._spans[:1]:
+            if error is not None:
+                fail(span, error, None)
+            span.end()
 
 
 class _Process:
@@ -145,7 +144,8 @@ def _in_worker() -> bool:
 
 
 def _boot_context(tracer: Tracer) -> Context | None:
-    return _process.boot.context(tracer) if _process.boot is not None else None
+    boot = _process.boot  # once: a thread may go on with a model after the boot
+    return None if boot is None else boot.context(tracer)
 
 
 def _process_start_ns() -> int:
