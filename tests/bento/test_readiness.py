@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import bentoml
@@ -19,7 +21,7 @@ from torch._dynamo.backends import registry
 
 from bentoml_compile import CompiledModel, compile_model
 from bentoml_compile.background import background
-from bentoml_compile.bento import settings
+from bentoml_compile.bento import readiness, settings
 from bentoml_compile.compiled_model import open_models
 from tests.models import Broken, classifier, ids
 from tests.waiting import PATIENCE, wait_for
@@ -229,6 +231,32 @@ def test_a_dependency_in_the_same_process_counts_as_part_of_the_service(compiler
         assert client.get("/readyz").status_code == 503
         compiler.finish(open_models["tiny"])
         assert client.get("/readyz").status_code == 200
+
+
+def test_a_model_may_be_compiled_in_a_thread_at_any_moment_of_a_look_at_the_others() -> None:
+    class Model:
+        is_ready = True
+
+    class Threaded:
+        pass
+
+    models: Any = readiness._of_worker(Threaded)
+    kept = [Model()]
+    models[kept[0]] = None
+
+    def between_two_lines(frame: FrameType, event: str, arg: object) -> Any:
+        kept.append(Model())
+        models[kept[-1]] = None
+        return between_two_lines
+
+    before = sys.gettrace()
+    sys.settrace(between_two_lines)
+    try:
+        is_ready = readiness._are_ready(Threaded())
+    finally:
+        sys.settrace(before)
+    assert is_ready
+    assert len(kept) > 3
 
 
 def test_a_model_that_is_compiled_in_a_thread_counts_for_the_workers_service(

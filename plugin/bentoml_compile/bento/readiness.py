@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from starlette.exceptions import HTTPException
 
@@ -22,7 +22,7 @@ from bentoml_compile.compiled_model import CompiledModel, open_models
 
 logger = logging.getLogger("bentoml_compile")
 
-_Models = WeakSet[CompiledModel]
+_Models = WeakKeyDictionary[CompiledModel, None]  # no WeakSet: a thread may add to it while another one reads it
 
 _CHAINED = "__bentoml_compile__"  # of a method that asks for them
 
@@ -39,7 +39,7 @@ def follow(model: CompiledModel) -> None:
         return
     worker, construction = settings.worker_service(), settings.current_construction()
     while construction is not None:  # a dependency made in the same process has a /readyz that nobody asks
-        construction.models.add(model)
+        construction.models[model] = None
         if construction.service is not None:
             _ask_before_ready(construction.service.inner)
         else:
@@ -48,7 +48,7 @@ def follow(model: CompiledModel) -> None:
             worker = None
         construction = construction.outer
     if worker is not None:  # in development, its dependencies are made after it
-        _of_worker(worker.inner).add(model)
+        _of_worker(worker.inner)[model] = None
         _ask_before_ready(worker.inner)
 
 
@@ -93,8 +93,9 @@ def _of_worker(cls: type) -> _Models:
 def _are_ready(instance: Any) -> bool:
     return all(
         model.is_ready or open_models.get(model.report.model) is not model  # then it is closed
-        for models in (vars(instance).get(MODELS, ()), getattr(type(instance), MODELS, ()))
-        for model in list(models)
+        for models in (vars(instance).get(MODELS), getattr(type(instance), MODELS, None))
+        for reference in (() if models is None else models.keyrefs())
+        if (model := reference()) is not None
     )
 
 

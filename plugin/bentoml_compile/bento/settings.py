@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import bentoml
 
@@ -59,7 +59,7 @@ class Construction:
     service: bentoml.Service[Any] | None = None
     outer: Construction | None = None
     used: set[str] = field(default_factory=set)
-    models: WeakSet[Any] = field(default_factory=WeakSet)
+    models: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
 
     def run(self, make: Callable[[], T]) -> T:
         """The instance, which `make` constructs as this construction's own."""
