@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from bentoml_compile import late
-from bentoml_compile.background import background
+from bentoml_compile.background import Background, background
 from bentoml_compile.compiled_model import CompiledModel
 from bentoml_compile.engines.limits import ProcessEnds
 from bentoml_compile.errors import UnpreparedInputError
@@ -28,7 +29,7 @@ from tests.waiting import wait_for
 
 FAST = {"backend": "eager", "keep_eager_if_slower": False}
 PREPARED = [{"ids": ids(2, 5)}]
-PATIENCE = 40.0  # seconds until something that should happen counts as failed
+PATIENCE = 120.0  # seconds until something that should happen counts as failed
 
 
 class Recorder(Listener):
@@ -187,6 +188,30 @@ def test_a_compile_that_the_end_of_its_process_calls_off_leaves_its_lease_to_ano
     assert seen == ["after"]
 
 
+def test_a_job_that_was_taken_but_has_not_begun_as_the_process_ends_does_not_begin() -> None:
+    taken, go_on = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    class Stopping(SimpleQueue[Any]):
+        """Its reader is stopped with the first job in its hands."""
+
+        def get(self, *args: Any, **kwargs: Any) -> Any:
+            job = super().get(*args, **kwargs)
+            taken.set()
+            assert go_on.wait(PATIENCE)
+            return job
+
+    own = Background()
+    own._jobs = Stopping()
+    own.run(lambda: seen.append("before"))
+    assert taken.wait(PATIENCE)
+    own.end(PATIENCE)
+    own.run(lambda: seen.append("after"))
+    go_on.set()
+    wait_until(lambda: "after" in seen)
+    assert seen == ["after"]
+
+
 def test_a_boot_that_fails_in_the_background_leaves_eager_serving(make: Make) -> None:
     def fails(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         raise RuntimeError("no such luck")
@@ -336,6 +361,29 @@ def test_the_least_used_learned_shape_makes_room(make: Make, monkeypatch: pytest
         return any("[2, 4]" in shape.signature for shape in compiled.report.shapes)
 
     wait_until(is_back)
+
+
+def test_a_shape_that_is_asked_for_again_as_soon_as_it_is_dropped_keeps_its_new_artifact(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[CompiledModel.__module__], "MOST_LEARNED", 1)
+    compiled, _ = make(on_unprepared="compile")
+    forget, asked_again = compiled._late.forget, threading.Event()
+
+    def forget_and_ask(signature: Any) -> None:
+        forget(signature)
+        if not asked_again.is_set():
+            compiled(ids=ids(2, 3))
+            asked_again.set()
+
+    monkeypatch.setattr(compiled._late, "forget", forget_and_ask)
+    for length in (3, 4):
+        compiled(ids=ids(2, length))
+    over = threading.Event()
+    assert asked_again.wait(PATIENCE)
+    background.run(over.set)
+    assert over.wait(PATIENCE)
+    assert set(compiled._artifacts) == {"", "ids: int64[2, 3]"}
 
 
 # a compile that the call waits for

@@ -260,10 +260,12 @@ class CompiledModel:
     def _drop(self, serving: Serving, shapes: Sequence[PreparedShape]) -> None:
         serving.drain()
         for shape in shapes:
-            self._late.forget(shape.signature)
             shape.serve_eagerly("dropped")
-            if (artifact := self._artifacts.pop(shape.label, None)) is not None:
+            with self._replacing:
+                artifact = self._artifacts.pop(shape.label, None)
+            if artifact is not None:
                 artifact.release()
+            self._late.forget(shape.signature)  # at last: from here on it may have another artifact of that label
 
     def _closed(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"model {self.report.model!r} is closed")
