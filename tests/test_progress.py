@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,11 +34,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What progress.py has logged; it has something to say all the time."""
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """What progress.py has logged; it has something to say all the time, and in the next test nothing of this one."""
     monkeypatch.setattr(progress, "SAY_EVERY", 0.05)
     caplog.set_level(logging.INFO, logger="bentoml_compile")
-    return lambda: [record.getMessage() for record in caplog.records if record.module == "progress"]
+    yield lambda: [record.getMessage() for record in caplog.records if record.module == "progress"]
+    wait_until(lambda: not speakers())
 
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -199,14 +201,17 @@ def test_the_thread_ends_where_nothing_could_tell_it_to() -> None:
     wait_until(lambda: not any(thread.name == "untold" for thread in threading.enumerate()))
 
 
-def test_it_does_not_repeat_what_a_wait_for_another_worker_says() -> None:
+def test_it_does_not_repeat_what_a_wait_for_another_worker_says(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline(Listeners())
     progress = progress_of(timeline)
     assert progress.line() == ""
     with timeline.stage("startup"), timeline.stage("wait"):
         assert progress.line() == ""
-    with timeline.stage("startup"), timeline.stage("store"):
-        assert progress.line() == "model 'tiny': store for 0 s, 0 s in all"
+    other = Timeline(Listeners())
+    with other.stage("startup") as startup, other.stage("store"):
+        clock = SimpleNamespace(time_ns=lambda: startup.started_ns + 3 * 10**9)
+        monkeypatch.setattr("bentoml_compile.progress.time", clock)
+        assert progress_of(other).line() == "model 'tiny': store for 3 s, 3 s in all"
 
 
 def test_the_compilers_process_is_named_and_phases_end_with_what_they_are_in() -> None:

@@ -71,7 +71,8 @@ class Machine:
 
     def boot(self, *, bundle: Path | None = None, **artifacts: Any) -> CompiledModel:
         self.heard.stages.clear()
-        config = {"store": str(self.store.root), "remote": self.remote, "public_keys": [str(self.key.public)]}
+        config: dict[str, Any] = {"store": str(self.store.root), "remote": self.remote, "remote_timeout": PATIENCE}
+        config["public_keys"] = [str(self.key.public)]
         torch.manual_seed(0)
         return compile_model(
             classifier(),

@@ -14,6 +14,7 @@ from torch import nn
 from bentoml_compile.listener import Call, Listener
 from bentoml_compile.model import CompiledModel, compile_model
 from bentoml_compile.serving import Serving
+from tests.waiting import wait_for
 
 JIT = {"backend": "eager", "keep_eager_if_slower": False}
 AOT = {"engine": "aot", "keep_eager_if_slower": False}
@@ -117,14 +118,22 @@ def test_no_call_sees_some_of_the_old_weights_and_some_of_the_new(tied: tuple[Co
         except BaseException as error:
             errors.append(error)
 
+    def wait_for_call(value: float) -> None:
+        wait_for(lambda: answer(value) in seen or bool(errors))
+
     threads = [threading.Thread(target=call, args=(rows,)) for rows in (2, 2, 2, 3)]  # 3 rows: eagerly
     for thread in threads:
         thread.start()
-    for round_ in range(60):
-        made.update_weights(states[round_ % 3])
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        wait_for(lambda: made.report.engine in engines.served or bool(errors))
+        for round_ in range(60):
+            made.update_weights(states[round_ % 3])
+            if round_ < len(values):  # else all rounds may be over before a call begins
+                wait_for_call(values[round_])
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert not errors
     assert seen <= allowed
     assert len(seen) > 1
