@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from prometheus_client.samples import Sample
 
 from tests.bento.traced_server import is_request, new_trace
 from tests.models import classifier
 from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
-from tests.servers import Server, value
+from tests.servers import BOOT, Server, value
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def post(server: Server, path: str, rows: Any, trace_id: str | None = None) -> A
 def response_to(server: Server, path: str, rows: Any, trace_id: str | None = None) -> httpx.Response:
     headers = {} if trace_id is None else {"traceparent": f"00-{trace_id}-{CLIENT}-01"}
     body = rows if server.target.endswith("legacy") else {"rows": rows}
-    return httpx.post(f"{server.base_url}{path}", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{server.base_url}{path}", json=body, headers=headers, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module", params=["legacy", "Api"])
@@ -70,10 +70,11 @@ def boots(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with OtlpReceiver() as receiver:
         config = config_of(request.param, receiver)
         target = f"tests.serving.runners:{request.param}"
-        server = Server(CHECKOUT, home, target=target, env={"BENTOML_CONFIG_OVERRIDES": json.dumps(config)})
+        environment = {"BENTOML_CONFIG_OVERRIDES": json.dumps(config), "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        server = Server(CHECKOUT, home, target=target, env=environment)
         for boot in ("cold", "warm"):
             receiver.clear()
-            with server.start(deadline=300):
+            with server.start():
                 seen[boot] = ask(server, receiver)
             seen[boot]["spans"] = receiver.spans()  # also those that a process flushed at its end
         yield seen
@@ -97,19 +98,40 @@ def config_of(kind: str, receiver: OtlpReceiver) -> dict[str, Any]:
 def ask(server: Server, receiver: OtlpReceiver) -> dict[str, Any]:
     one, whole = new_trace(), new_trace()
     answers = {"classify": post(server, "/classify", ROWS, one), "all": post(server, "/all", ROWS, whole)}
-    for trace in (one, whole):  # a process without a compiled model loses what it has not exported at its end
-        receiver.wait_until(functools.partial(from_client, trace))
-    return {**answers, "traces": {"classify": one, "all": whole}, "batch": burst(server), "metrics": server.metrics()}
+    batch = burst(server, receiver)
+    # a process without a compiled model loses what it has not exported at its end, and one that boots its whole boot
+    legacy = server.target.endswith("legacy")
+    wait = functools.partial(receiver.wait_until, deadline=BOOT)
+    wait(booted, 5 if legacy else 3, "boots")  # `double` has two workers in a legacy service, and is ready with one
+    wait(functools.partial(whole_ways, {one}), 1, "the way of /classify")
+    wait(functools.partial(whole_ways, {whole}), 3, "the ways of /all")
+    wait(functools.partial(whole_ways, set(batch)), 1, "the ways of the batches")
+    return {**answers, "traces": {"classify": one, "all": whole}, "batch": batch, "metrics": server.metrics()}
 
 
-def from_client(trace: str, spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
-    return [span for span in spans if (span.trace_id, span.parent_id) == (trace, CLIENT)]
+def booted(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
+    """The boots of models that are over, with their workers'."""
+    workers = {span.span_id for span in named(spans, "bentoml.worker.boot")}
+    return [span for span in named(spans, "torch_compile.startup") if span.parent_id in workers]
 
 
-def burst(server: Server) -> dict[str, float]:
+def whole_ways(traces: set[str], spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
+    """An inference of each model in these traces, if they are there with all that is above them."""
+    by_id = {span.span_id: span for span in spans}
+    found = {}
+    for inference in (span for span in named(spans, "torch_compile.inference") if span.trace_id in traces):
+        above = inference
+        while above.parent_id != CLIENT:
+            if above.parent_id not in by_id:
+                return []
+            above = by_id[above.parent_id]
+        found[inference.attributes["torch_compile.model"]] = inference
+    return list(found.values())
+
+
+def burst(server: Server, receiver: OtlpReceiver) -> dict[str, float]:
     """Concurrent requests of one row, again until some shared a batch: the value of each one's trace."""
-    ends = time.monotonic() + 60
-    answers: dict[str, float] = {}
+    ends = time.monotonic() + PATIENCE
     with ThreadPoolExecutor(16) as pool:
         while time.monotonic() < ends:
             traces = [new_trace() for _ in range(16)]
@@ -117,17 +139,18 @@ def burst(server: Server) -> dict[str, float]:
             found = list(pool.map(lambda trace, row: response_to(server, "/classify", row, trace), traces, rows))
             if not all(response.is_success for response in found):
                 continue  # BentoML 1.4.40's client renews its connections every 100 requests, and ends those under way
-            answers = {trace: response.json()[0][0] for trace, response in zip(traces, found, strict=True)}
-            if batches(server.metrics(), size=1) < batches(server.metrics()):
-                return answers
+            batches = receiver.wait_until(functools.partial(batches_of, set(traces)), 1, "batches of these traces")
+            served = sum(span.attributes["torch_compile.batch_size"] for span in batches)
+            if len(batches) < len(traces) == served:  # else with requests of a burst before that was ended
+                return {trace: response.json()[0][0] for trace, response in zip(traces, found, strict=True)}
     raise AssertionError("no two requests shared a batch")
 
 
-def batches(metrics: list[Sample], size: int | None = None) -> float:
-    """How many batches of `classify` there were, of at most that size."""
-    name = "adaptive_batch_size_" + ("count" if size is None else "bucket")
-    labels = {"method_name": "classify"} | ({} if size is None else {"le": f"{size}.0"})
-    return sum(value(metrics, f"{kind}_{name}", **labels) for kind in ("bentoml_runner", "bentoml_service"))
+def batches_of(traces: set[str], spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
+    """The inferences in these traces, once all traces are answered."""
+    mine = [span for span in named(spans, "torch_compile.inference") if span.trace_id in traces]
+    answered = {link.trace_id for span in mine for link in span.links} | {span.trace_id for span in mine}
+    return mine if traces <= answered else []
 
 
 def named(spans: list[ReceivedSpan], name: str, **attributes: str) -> list[ReceivedSpan]:
