@@ -28,6 +28,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 BOOT = 300.0  # seconds until a boot, or a line in its log, counts as failed; a busy machine takes minutes
+# Seconds until an end counts as failed. A /readyz of BentoML 1.4.40 that was asked while a service's dependency booted
+# may hang until the request's timeout of 60 s, and a worker ends with its last request.
+END = 120.0
 
 # What the caller's shell must not pass on to a server under test.
 _DROPPED = ("OTEL_", "BENTOML_", "PROMETHEUS_", "TORCH_COMPILE_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_LOGS")
@@ -106,7 +109,7 @@ class Server:
         """Returns when `text` stands in the log."""
         self._poll(lambda: text in self.log, deadline, f"{text!r} did not appear in the log")
 
-    def stop(self, how: signal.Signals = signal.SIGTERM, deadline: float = 60.0) -> int:
+    def stop(self, how: signal.Signals = signal.SIGTERM, deadline: float = END) -> int:
         """Signals the supervisor, waits until every process of this server is gone, returns the exit code.
 
         AssertionError if one is left after `deadline` seconds; whatever is left is killed first.

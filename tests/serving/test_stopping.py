@@ -22,7 +22,7 @@ from bentoml_compile.artifacts.signing import KEY, PrivateKey
 from tests.artifacts.faulty_proxy import Fault, FaultyProxy
 from tests.artifacts.remotes import CREDENTIALS
 from tests.models import classifier
-from tests.servers import Server
+from tests.servers import END, Server
 from tests.serving.test_background import Gate, compilers, wait_alive
 
 pytestmark = pytest.mark.slow
@@ -65,9 +65,9 @@ def check_answer(answer: httpx.Response) -> None:
     torch.testing.assert_close(torch.tensor(answer.json()), expected, rtol=1e-4, atol=1e-5)
 
 
-def has_ended(server: Server) -> None:
+def has_ended(server: Server, deadline: float = END) -> None:
     """Raises if a process is left."""
-    assert server.stop(signal.SIGCONT) == 0  # which does nothing: it was told before
+    assert server.stop(signal.SIGCONT, deadline) == 0  # which does nothing: it was told before
 
 
 def listeners(server: Server) -> int:
@@ -205,7 +205,7 @@ def test_an_upload_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
             with serve(tmp_path / "home", "Plain", {"engine": "aot", "artifacts": artifacts}, **env) as server:
                 server._poll(lambda: any("PUT /bucket/blobs/" in r for r in proxy.requests), PATIENCE, "no upload")
                 sigterm(server)
-                has_ended(server)
+                has_ended(server, deadline=60)
                 assert "Traceback" not in server.log
     finally:
         moto.stop()
