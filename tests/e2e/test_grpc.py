@@ -26,7 +26,7 @@ from tests.bento.traced_server import new_trace
 from tests.conftest import CHECKOUT
 from tests.e2e.eager import eager_image, eager_logits, eager_rows, near, near_image, pixels_of
 from tests.otlp_receiver import OtlpReceiver
-from tests.servers import Server, free_port, value
+from tests.servers import Server, reserved_port, value
 from tests.waiting import PATIENCE
 
 json_format, struct_pb2 = map(import_module, ("google.protobuf.json_format", "google.protobuf.struct_pb2"))
@@ -65,8 +65,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(config: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    metrics_port = free_port()
-    with OtlpReceiver() as receiver:
+    with OtlpReceiver() as receiver, reserved_port() as metrics_port:
         merged = json.loads(config(classify={}, score={}, blend={})) | {
             "tracing": receiver.tracing_config(0.0),
             "runners": {"resources": {"cpu": 1}},

@@ -26,7 +26,7 @@ from tests.e2e import sdk_service
 from tests.e2e.cors import ORIGIN
 from tests.e2e.eager import eager_image, eager_logits, eager_rows, near, near_image, pixels_of
 from tests.e2e.sdk_service import ENGINES
-from tests.servers import Server, free_port
+from tests.servers import Server, reserved_port
 from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -90,7 +90,7 @@ def run(script: str, *arguments: object, directory: Path, home: Path, **env: str
         done = subprocess.run(command, cwd=directory, env=clean, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
     finally:
-        _, left = psutil.wait_procs(Server(directory, home).processes(), timeout=PATIENCE / 2)
+        _, left = psutil.wait_procs(Server(directory, home).processes(), timeout=PATIENCE)
         for process in left:
             process.kill()
     assert left == []
@@ -112,7 +112,8 @@ def test_a_bento_is_served_by_its_tag_from_python(
 ) -> None:
     tag, home = bento
     env = {"BENTOML_CONFIG_OVERRIDES": config(Served={}), "WRITE_AT_SHUTDOWN": str(tmp_path / "shutdown")}
-    run(SERVE, tag, free_port(), tmp_path / "answers", directory=tmp_path, home=home, **env)
+    with reserved_port() as port:
+        run(SERVE, tag, port, tmp_path / "answers", directory=tmp_path, home=home, **env)
     found = json.loads((tmp_path / "answers").read_text())
     assert found["sync"] == near(eager_logits("sync")[0])
     assert found["async"] == near(eager_logits("async")[0])
@@ -191,11 +192,11 @@ ROW = np.array([[0.5, -1.0, 2.0, 0.0]], dtype=np.float32)
 
 
 def test_a_request_that_takes_too_long_is_answered_with_504(in_process: Callable[..., Any]) -> None:
-    with in_process(sdk_service.Held, traffic={"timeout": 1}) as client:
+    with in_process(sdk_service.Held, traffic={"timeout": 10}) as client:
         late = client.post("/score", json={"rows": ROW.tolist()})
         assert sdk_service.entered.acquire(timeout=PATIENCE)
     assert late.status_code == 504
-    assert late.json() == {"error": "Not able to process the request in 1 seconds"}
+    assert late.json() == {"error": "Not able to process the request in 10 seconds"}
 
 
 def test_one_request_more_than_max_concurrency_is_answered_with_429(in_process: Callable[..., Any]) -> None:
