@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -31,7 +32,9 @@ from bentoml_compile.engines.own_thread import (
 )
 from bentoml_compile.engines.thread_state import ThreadState
 
-DEADLINE = 60.0
+pytestmark = pytest.mark.timeout(1200, method="thread")  # the other method takes SIGALRM for itself
+
+DEADLINE = 300.0
 
 
 @pytest.fixture
@@ -233,28 +236,46 @@ def test_the_default_device_of_the_thread_that_made_it_holds_for_all_callers() -
 # interruptions
 
 
-def interrupted_in_main(own: OwnThread, function: Callable[[], Any]) -> None:
-    with pytest.raises(TimeLimitReached), time_limit(0.2):  # by SIGALRM
+def limited(own: OwnThread, function: Callable[[], Any]) -> None:
+    with pytest.raises(TimeLimitReached), time_limit(2 * DEADLINE):
         own.run(function)
 
 
-def interrupted_in_a_thread(own: OwnThread, function: Callable[[], Any]) -> None:
-    with ThreadPoolExecutor(1) as callers:  # by an exception that is set in it
-        callers.submit(interrupted_in_main, own, function).result()
+def interrupted_in_main(own: OwnThread, function: Callable[[], Any], reached: threading.Event) -> None:
+    def ring() -> None:
+        assert reached.wait(DEADLINE)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+    with ThreadPoolExecutor(1) as ringing:
+        ringing.submit(ring)
+        limited(own, function)
+
+
+def interrupted_in_a_thread(own: OwnThread, function: Callable[[], Any], reached: threading.Event) -> None:
+    class Timer(threading.Timer):
+        def run(self) -> None:
+            assert reached.wait(DEADLINE)
+            self.function()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as callers:
+        patch.setattr(threading, "Timer", Timer)
+        callers.submit(limited, own, function).result()  # by an exception that is set in it
 
 
 @pytest.mark.parametrize("interrupted", [interrupted_in_main, interrupted_in_a_thread])
 def test_a_caller_that_is_interrupted_interrupts_its_running_call(own: OwnThread, interrupted: Any) -> None:
     ended: list[BaseException] = []
+    reached = threading.Event()
 
     def run() -> None:
         try:
+            reached.set()
             Gate()()
         except BaseException as error:
             ended.append(error)
             raise
 
-    interrupted(own, run)
+    interrupted(own, run, reached)
     assert [type(error) for error in ended] == [CallInterrupted]
     assert own.run(int) == 0
 
@@ -262,15 +283,44 @@ def test_a_caller_that_is_interrupted_interrupts_its_running_call(own: OwnThread
 @pytest.mark.parametrize("interrupted", [interrupted_in_main, interrupted_in_a_thread])
 def test_a_call_whose_caller_was_interrupted_while_it_waited_is_not_run(own: OwnThread, interrupted: Any) -> None:
     ran: list[int] = []
-    gate = Gate()
-    with ThreadPoolExecutor(1) as callers:
+    gate, reached = Gate(), threading.Event()
+    with ThreadPoolExecutor(2) as callers:
         first = callers.submit(own.run, gate)
         gate.entered.wait(DEADLINE)
-        interrupted(own, lambda: ran.append(1))
+        callers.submit(lambda: (until(lambda: waiting(own) == 1), reached.set()))
+        interrupted(own, lambda: ran.append(1), reached)
         gate.left.set()
         assert first.result(DEADLINE) == "let go"
     own.run(int)
     assert not ran
+
+
+def test_a_caller_that_is_interrupted_before_it_waits_interrupts_its_call_too(own: OwnThread) -> None:
+    """The call runs as soon as it is in the queue."""
+    gate, ended = Gate(), list[str]()
+
+    class Interrupting(type(own._calls)):  # type: ignore[misc]
+        def put(self, call: Any) -> None:
+            own_calls.put(call)
+            assert gate.entered.wait(DEADLINE)
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        try:
+            gate()
+            ended.append("by itself")
+        except CallInterrupted:
+            ended.append("interrupted")
+            raise
+
+    own_calls, own._calls = own._calls, Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        own.run(run)
+    own._calls = own_calls
+    found = list(ended)
+    gate.left.set()
+    assert own.run(int) == 0
+    assert found == ["interrupted"]
 
 
 def test_an_interruption_that_comes_as_the_call_ends_does_not_reach_the_next() -> None:

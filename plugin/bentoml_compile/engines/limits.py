@@ -61,6 +61,7 @@ def _alarm_is_free() -> bool:
 @contextlib.contextmanager
 def _alarm(seconds: float, stop: Any) -> Iterator[None]:
     def on_alarm(_signum: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # here, since it may come outside of the `try`, or as that ends
         stop()
         raise TimeLimitReached
 

@@ -79,8 +79,8 @@ class OwnThread:
         self._thread = threading.Thread(
             target=_serve, args=(self._calls, default_device()), name=f"torch_compile-{name}", daemon=True
         )
+        weakref.finalize(self, self._calls.put, None)  # before an interruption can come, which start() waits long for
         self._thread.start()
-        weakref.finalize(self, self._calls.put, None)
 
     @property
     def is_current(self) -> bool:
@@ -101,9 +101,8 @@ class OwnThread:
             return function(*args, **kwargs)
         check_it_can_be_left(self._modes)
         call = _Call(functools.partial(function, *args, **kwargs), ThreadState.of_this_thread(self._cuda_devices))
-        self._enter(call)
         try:
-            result: T = call.wait()
+            result: T = call.wait(self._enter)
             return result
         except concurrent.futures.CancelledError:
             if not call.future.cancelled():
@@ -206,8 +205,10 @@ class _Call:
 
     # in the caller's
 
-    def wait(self) -> Any:
+    def wait(self, enter: Callable[[_Call], None] = lambda call: None) -> Any:
+        """`enter` puts the call into the queue, here, since it runs from then on: an interruption must reach it."""
         try:
+            enter(self)
             self._until_done()
         except BaseException:
             self._give_up()
