@@ -72,8 +72,8 @@ def test_a_module_is_found_where_it_lies_now(
     assert not {"helper", "settings"} & sys.modules.keys()
     inner = hash_sources(["module package.inner", "module package.gone", "module gone.inner"])
     assert [value == "missing" for value in inner.values()] == [True, True, False]  # by name: gone, package.gone, inner
-    monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "helper.py").write_text("other = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))  # after it, since Python remembers for a moment what a folder has
     assert hash_sources(before)["module helper"] != before["module helper"]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from bentoml_compile.telemetry.provider import always_on, attach_exporter, flush
 from tests.otlp_receiver import OtlpReceiver
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", str(PATIENCE))  # seconds
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", str(int(PATIENCE * 1000)))  # only `flush` exports
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def base() -> Iterator[TracerProvider]:
 
 def export_one(provider: TracerProvider) -> None:
     provider.get_tracer("test").start_span("one").end()
-    assert flush(provider, 10)
+    assert flush(provider, PATIENCE)
 
 
 def test_the_always_on_provider_exports_what_its_base_does_not_sample() -> None:
@@ -119,8 +123,9 @@ def test_what_cannot_export_is_not_attached_and_says_why(
         monkeypatch.setenv(f"OTEL_{name}", value)
     with caplog.at_level(logging.WARNING, "bentoml_compile"):
         assert attach_exporter(base) is False
-    assert logged in caplog.text
-    assert bool(logged) == bool(caplog.text)
+    said = [record.getMessage() for record in caplog.records if record.thread == threading.get_ident()]
+    assert logged in "".join(said)
+    assert bool(logged) == bool(said)
 
 
 def test_a_flush_gives_up_on_a_collector_that_does_not_answer(
@@ -130,7 +135,13 @@ def test_a_flush_gives_up_on_a_collector_that_does_not_answer(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")  # seconds; ends the export that the flush left behind
         assert attach_exporter(base)
         base.get_tracer("test").start_span("one").end()
         assert flush(base, 0.1) is False
+        [exporting] = [thread for thread in threading.enumerate() if thread.name == "bentoml_compile flush"]
+        connection, _ = silent.accept()
+        connection.close()  # ends the export that the flush left behind
+        silent.close()
+    base.shutdown()
+    exporting.join(PATIENCE)
+    assert not exporting.is_alive()
