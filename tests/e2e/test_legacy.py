@@ -26,12 +26,12 @@ import pytest
 from tests.conftest import CHECKOUT
 from tests.e2e.cors import CORS, ORIGIN
 from tests.e2e.eager import eager_image, eager_logits, eager_rows, near, near_image, pixels_of
-from tests.servers import Server, free_port, value
+from tests.servers import Server, reserved_port, value
 from tests.waiting import PATIENCE, wait_for
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 15  # seconds until BentoML gives a request up: long for every request but the one that is held
+TIMEOUT = 60  # seconds until BentoML gives a request up: long for every request but the one that is held
 TARGET = "tests.e2e.legacy_service:svc"
 ROWS = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 
@@ -276,16 +276,16 @@ def test_a_server_that_python_starts_answers_and_ends(
     merged = json.loads(config(classify={}, score={}, blend={})) | {"runners": {"resources": {"cpu": 1}}}
     for key, text in {"BENTOML_HOME": str(tmp_path), "BENTOML_CONFIG_OVERRIDES": json.dumps(merged)}.items():
         monkeypatch.setenv(key, text)
-    server: Any = bentoml.legacy.HTTPServer(
-        TARGET, host="127.0.0.1", port=free_port(), working_dir=str(CHECKOUT), api_workers=1, timeout=300
-    )
-    with (tmp_path / "log").open("wb") as log:
+    with reserved_port() as port, (tmp_path / "log").open("wb") as log:
+        server: Any = bentoml.legacy.HTTPServer(
+            TARGET, host="127.0.0.1", port=port, working_dir=str(CHECKOUT), api_workers=1, timeout=300
+        )
         try:
             with server.start(stdout=log, stderr=log, text=False) as client:
                 assert client.health().status_code == 200
                 assert client.classify_json_sync(["started"]) == near(eager_logits("started"))
         finally:
-            _, left = psutil.wait_procs(Server(CHECKOUT, tmp_path).processes(), timeout=PATIENCE / 2)
+            _, left = psutil.wait_procs(Server(CHECKOUT, tmp_path).processes(), timeout=PATIENCE)
             for process in left:
                 process.kill()
     assert left == []

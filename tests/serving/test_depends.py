@@ -198,7 +198,7 @@ def test_a_worker_sees_the_gpus_that_bentoml_assigns_to_its_service(front: Front
         "model": "0",
         "ranker": "1,2",
     }
-    rankers = [process for process in front.server.processes() if "Ranker" in process.cmdline()]
+    rankers = [process for process, command in front.server.commands() if "Ranker" in command]
     assert [process.environ()["CUDA_VISIBLE_DEVICES"] for process in rankers] == ["1,2"] * 2
     assert {worker_index(process) for process in rankers} == {"1", "2"}
 
@@ -367,5 +367,6 @@ def test_a_killed_model_worker_boots_warm_and_clients_see_bentoml_s_errors_only(
             assert answer.json() == expected()
         else:
             assert (answer.status_code, answer.json()) == (500, {"error": BENTOML_S_WORDS})
-    assert all(answer.is_success for answer in answers[-10:])
+    for _ in range(10):  # one by one: BentoML 1.4.40's client renews its connections, and ends those under way
+        assert front.ask("classify", rows=ROWS) == expected()
     assert model_of(front.ask("processes")["model"], "tiny")["outcome"] == "loaded"
