@@ -172,6 +172,11 @@ def test_a_local_writer_that_was_killed_leaves_nothing_that_grows(there: Store, 
     assert new.exists()
 
 
+def test_a_folder_that_somebody_has_emptied_is_swept(tmp_path: Path) -> None:
+    (tmp_path / "remote" / "blobs").mkdir(parents=True)
+    RemoteFiles(f"file://{tmp_path}/remote").sweep("blobs")
+
+
 def test_a_file_of_the_future_does_not_make_those_that_are_being_written_old(there: Store, tmp_path: Path) -> None:
     blobs = tmp_path / "remote" / "blobs"
     blobs.mkdir(parents=True)

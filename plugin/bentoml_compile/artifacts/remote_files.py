@@ -176,7 +176,7 @@ class RemoteFiles:
         with contextlib.suppress(OSError):
             found = [(Path(entry.path), entry.stat().st_mtime) for entry in os.scandir(path)]
             # by the clock that wrote them, unless one is ahead of this machine's
-            now = min(max(modified for _, modified in found), time.time())
+            now = min(max((modified for _, modified in found), default=0.0), time.time())
             for file, modified in found:
                 if file.suffix == _TEMPORARY and modified < now - _LEFT_BEHIND:
                     file.unlink(missing_ok=True)
