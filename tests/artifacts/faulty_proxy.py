@@ -49,6 +49,7 @@ class FaultyProxy:
         self.fault: Fault | None = None
         self.requests: list[str] = []
         self._open: list[socket.socket] = []
+        self._counting = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
@@ -98,12 +99,14 @@ class FaultyProxy:
         line = _REQUEST.match(data)
         if line is None:  # more of a request
             return None
-        self.requests.append(line[0].decode().strip())
-        fault = self.fault
-        if fault is None or fault.times <= 0 or re.search(fault.when, self.requests[-1]) is None:
-            return None
-        fault.times -= 1
-        return fault
+        request = line[0].decode().strip()
+        self.requests.append(request)
+        with self._counting:  # requests that come at once
+            fault = self.fault
+            if fault is None or fault.times <= 0 or re.search(fault.when, request) is None:
+                return None
+            fault.times -= 1
+            return fault
 
     def _act(self, fault: Fault, client: socket.socket, answers: _Answers) -> bool:
         """Whether the request is passed on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -62,6 +63,11 @@ def content(artifact: Artifact) -> dict[str, bytes]:
 
 def files_of(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def asking() -> set[threading.Thread]:
+    """The threads that ask a remote, also those for which nobody waits any more; see patience.py."""
+    return {thread for thread in threading.enumerate() if thread.name == "bentoml-compile-remote"}
 
 
 def poll(done: Callable[[], bool], what: str) -> None:

@@ -22,6 +22,7 @@ from tests.artifacts.remotes import (
     FINGERPRINT,
     HANG,
     KEY,
+    asking,
     content,
     is_empty,
     make,
@@ -79,13 +80,14 @@ def test_a_remote_that_does_not_answer_is_not_asked_again(
     uploaded: str, here: Store, proxy: FaultyProxy, fault: Fault, when: str
 ) -> None:
     proxy.fault = Fault(fault.kind, when=when, seconds=fault.seconds)
-    looking = remote(uploaded, timeout=1.0, key=KEY)
+    looking, before = remote(uploaded, timeout=1.0, key=KEY), asking()
     started = time.monotonic()
     found = looking.lookup("encoder", FINGERPRINT, here)
     assert time.monotonic() - started < HANG
     assert found.artifact is None
     assert found.rejected[-1].reason == looking.gave_up != ""
-    poll(lambda: is_empty(here), "what was begun is still there")
+    poll(lambda: asking() <= before, "what was begun goes on")
+    assert is_empty(here)
     asked = len(proxy.requests)
     assert looking.lookup("encoder", FINGERPRINT, here).rejected[-1].reason == looking.gave_up
     with pytest.raises(TimeoutError):
@@ -180,6 +182,6 @@ def test_a_process_ends_while_the_remote_is_silent(bucket: str, proxy: FaultyPro
         env=environment,
         capture_output=True,
         text=True,
-        timeout=HANG,  # s3fs alone would try for longer
+        timeout=2 * HANG,  # s3fs alone would try for longer
     )
     assert (process.returncode, process.stdout) == (0, "True False\n"), process.stderr

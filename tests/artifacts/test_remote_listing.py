@@ -92,4 +92,4 @@ def test_files_of_more_than_one_piece_are_read_whole(uri: str, there: Store, mon
 def test_a_remote_that_does_not_answer_is_given_up(bucket: str, proxy: FaultyProxy, there: Store) -> None:
     proxy.fault = Fault("silence")
     with pytest.raises(TimeoutError, match="no answer"):
-        remote(bucket, timeout=0.5).stored("encoder", FINGERPRINT)
+        remote(bucket, timeout=2.0).stored("encoder", FINGERPRINT)
