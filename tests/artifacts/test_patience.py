@@ -55,12 +55,14 @@ def test_an_error_that_comes_too_late_is_nobodys() -> None:
 
 
 def test_all_calls_together_have_the_time_until_it_is_renewed() -> None:
-    patience, pause, calls = Patience(0.4), threading.Event(), 0
-    while not patience.gave_up:
-        calls += 1
+    patience, pause, hanging = Patience(0.4), threading.Event(), threading.Event()
+    for _ in range(4):
         with contextlib.suppress(TimeoutError):
             patience.call(lambda is_abandoned: pause.wait(0.1))
-    assert calls <= 5  # the fifth has no time left
+    assert patience._left <= 0.0
+    with pytest.raises(TimeoutError):
+        patience.call(lambda is_abandoned: hanging.wait(HANG))
+    hanging.set()
     patience = Patience(HANG)
     patience.call(lambda is_abandoned: pause.wait(0.1))
     assert patience._left < HANG
