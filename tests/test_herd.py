@@ -22,8 +22,8 @@ from tests.lease_workers import DEADLINE, Crowd, Worker
 
 pytestmark = pytest.mark.slow
 
-TTL = 10.0  # seconds; also a busy machine has a lease's holder write within them
-BEARABLE = 20.0  # seconds that a remote may take, where it dies; also a busy machine has its answers within them
+TTL = 30.0  # seconds, where a holder dies; also a busy machine has a lease's holder write within them
+BEARABLE = 20.0  # seconds that a remote may take, where it falls silent
 NO_COMPILER = {"PATH": "/nowhere"}
 MACHINE = """
 import sys
@@ -43,6 +43,7 @@ class Herd(Crowd):
     def __init__(self, directory: Path, forked: Forked, key: PrivateKey) -> None:
         super().__init__(directory, forked)
         self.remote = f"file://{directory}/remote"
+        self.ttl = DEADLINE  # nobody is taken for dead
         self._key = key
 
     def start(
@@ -54,7 +55,7 @@ class Herd(Crowd):
         started = []
         for _ in range(count):
             store = self._directory / f"store-{len(self.all)}"
-            arguments = (str(TTL), str(uploads), str(store), str(self._gate), "classifier", config)
+            arguments = (str(self.ttl), str(uploads), str(store), str(self._gate), "classifier", config)
             everything = {**os.environ, KEY: self._key.to_pem().decode(), **(env or {})}
             worker = Worker(
                 self._forked.start(MACHINE, self._directory, *arguments, env=everything, errors=False), self._forked
@@ -118,6 +119,7 @@ def test_of_four_machines_one_compiles_and_three_load_its_artifact(herd: Herd) -
 
 
 def test_a_machine_killed_while_it_compiles_is_followed_by_one_of_the_three(herd: Herd) -> None:
+    herd.ttl = TTL
     herd.start(4)
     herd.wait_until(compiling=1, waiting=3)
     [killed], waiting = herd.those_in("compile"), herd.those_in("wait")
@@ -138,10 +140,11 @@ def test_a_remote_that_dies_while_machines_wait_leaves_each_to_its_own_compiler(
 ) -> None:
     herd.remote = f"s3://{new_bucket(proxy)}"
     env = {**CREDENTIALS, "AWS_ENDPOINT_URL": proxy.url}
-    [holder] = herd.start(1, env=env, timeout=BEARABLE, uploads=0)
+    timeout = BEARABLE if death == "silence" else DEADLINE  # a reset is an answer
+    [holder] = herd.start(1, env=env, timeout=timeout, uploads=0)
     herd.wait_until(compiling=1, waiting=0)
-    waiting = herd.start(2, env={**env, **NO_COMPILER}, timeout=BEARABLE, uploads=0)
-    waiting += herd.start(1, env=env, timeout=BEARABLE, uploads=0) if death == "reset" else []
+    waiting = herd.start(2, env={**env, **NO_COMPILER}, timeout=timeout, uploads=0)
+    waiting += herd.start(1, env=env, timeout=timeout, uploads=0) if death == "reset" else []
     herd.wait_until(compiling=1, waiting=len(waiting))
     proxy.fault = Fault(death)
     herd.wait_until(compiling=1 + len(waiting), waiting=len(waiting))
