@@ -106,6 +106,24 @@ def test_mixed_calls_of_many_threads_equal_eager(backend: str, request: pytest.F
     served.close()
 
 
+def test_a_call_that_another_thread_begins_meanwhile_does_not_fail_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the frames that ran compiled code once for all threads; a call of a whole graph begins it anew."""
+    model = classifier()
+    served = compiled(model, ids(), name="met", backend="eager")
+    count = torch._dynamo.eval_frame.set_fullgraph_compiled_frame_count
+
+    def count_meanwhile(value: int) -> int:
+        if value < 0:  # where the call ends, another one has just ended, and a third begun
+            count(-1)
+            count(0)
+        return count(value)
+
+    monkeypatch.setattr(torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", count_meanwhile)
+    torch.testing.assert_close(served(ids=ids())["logits"], model(ids())["logits"])
+    assert not served._said
+    served.close()
+
+
 def test_without_a_thread_the_backend_would_notice() -> None:
     made = program(classifier())
     made(ids())

@@ -34,12 +34,26 @@ class Gate:
 
     Dynamo asks it only for frames that no cached code fits. Closed, it raises GuardMiss instead of compiling, as
     `torch.compiler.set_stance("fail_on_recompile")` does, but for this model alone (a stance is global).
+
+    Closed, it also takes `fullgraph` back, which could only fail a call that was right: torch 2.13.0 counts the frames
+    that ran compiled code in one number for all threads, and each call of a whole graph begins it anew.
     """
 
-    def __init__(self, compile_frame: Callable[..., Any]) -> None:
+    def __init__(self, compile_frame: Callable[..., Any], context: Any) -> None:
         self._torchdynamo_orig_backend = compile_frame  # Dynamo finds the backend's identity by following this name
+        self._context = context
+        self._fullgraph = context.fullgraph
         self.open = True
         self._explanations = 0
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    @open.setter
+    def open(self, value: bool) -> None:
+        self._open = value
+        self._context.fullgraph = self._fullgraph and value
 
     def __call__(self, frame: Any, cache_entry: Any, *args: Any, **kwargs: Any) -> Any:
         if self.open:
@@ -91,7 +105,7 @@ def install_gate(compiled: Any) -> Gate | None:
     try:
         context: Any = compiled.dynamo_ctx if isinstance(compiled, torch.nn.Module) else _context_of(compiled)
         callback = context.callback
-        gate = Gate(callback._torchdynamo_orig_backend)
+        gate = Gate(callback._torchdynamo_orig_backend, context)
         callback._torchdynamo_orig_backend = gate
     except (AttributeError, LookupError):
         logger.warning("torch %s: recompiles inside of requests cannot be prevented, only seen", torch.__version__)
