@@ -98,7 +98,10 @@ def noted_process(noted: Path) -> psutil.Process:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # reaped between the two looks
+        return True
 
 
 class Compiling(threading.Thread):
@@ -246,13 +249,16 @@ def test_a_killed_process_is_an_error_and_leaves_nothing(
 
 
 def test_an_exception_in_the_thread_that_waits_ends_the_process(
-    target: Path, compiler: Path, family: set[psutil.Process]
+    target: Path, compiler: Path, family: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits, is_over = threading.Event(), child._is_over
+    monkeypatch.setattr(child, "_is_over", lambda process: waits.set() or is_over(process))
     compiling = Compiling(target)
     compiling.start()
     gxx = noted_process(compiler)
     tree = [process for process in gxx.parents() if os.getpid() in (parent.pid for parent in process.parents())]
     assert len(tree) >= 2
+    assert waits.wait(300)
     thread = ctypes.c_ulong(compiling.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
     assert isinstance(compiling.result(), KeyboardInterrupt)
