@@ -59,7 +59,7 @@ def say_holders() -> None:
             print(f"sees {holder}", flush=True)
         return holder
 
-    Lease._read_holder = reading  # type: ignore[method-assign]
+    Lease._read_holder = reading  # type: ignore[assignment, method-assign]
 
 
 def main(store: str, gate: str, model: str, config: str) -> None:
