@@ -141,12 +141,13 @@ def test_a_folder_that_is_not_mounted(tmp_path: Path, writes: bool) -> None:
 def test_a_folder_that_another_doctor_takes_away_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, make = [], Path.mkdir
+    taken, make = list[Path](), Path.mkdir
 
     def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
         make(path, *args, **kwargs)
         if path.name == "doctor" and not taken:
-            taken.append(path.rmdir())  # as soon as it is there, and empty
+            taken.append(path)
+            path.rmdir()  # as soon as it is there, and empty
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert only(shared.remote(f"file://{tmp_path}", seconds=60, writes=True)).status == "ok"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from bentoml_compile.doctor import check, tools
+from bentoml_compile.doctor import tools
 from tests.doctor.findings import expect, only
 from tests.waiting import wait_for
 
@@ -82,7 +82,7 @@ def test_a_compiler_that_hangs_is_ended(
             wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
             return super().communicate(input, timeout)
 
-    monkeypatch.setattr(check.subprocess, "Popen", Started)
+    monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.setattr(tools, "COMPILE_SECONDS", 1.0)
     program("g++", f"echo $$ >{pid}; {shutil.which('sleep', path=os.defpath)} 600")
     expect(only(tools.compiler()), "problem", "did not end within 1 s", "--reinstall g++")
