@@ -17,7 +17,7 @@ import torch
 
 import bentoml_compile.artifacts
 from bentoml_compile.artifacts.axes import Fingerprint
-from bentoml_compile.artifacts.manifest import CACHE, FileEntry, Manifest
+from bentoml_compile.artifacts.manifest import CACHE, USED, FileEntry, Manifest
 from bentoml_compile.artifacts.remote import Remote
 from bentoml_compile.artifacts.signing import PrivateKey
 from bentoml_compile.artifacts.store import Artifact, Refusal, Store
@@ -60,7 +60,9 @@ def prune(store: Store, original: Artifact, remote: str) -> None:
     for number in range(3):
         with store.draft(MODEL, Fingerprint({"number": str(number)})) as draft:
             shutil.copytree(original.cache, draft.cache, dirs_exist_ok=True)
-            draft.seal({}, {}).release()
+            sealed = draft.seal({}, {})
+        os.utime(sealed.path / USED, (number, number))  # clocks are coarse
+        sealed.release()
     found = store.lookup(MODEL, fingerprint_of(original.manifest)).artifact
     assert found is not None
     found.release()  # the last used, which stays
@@ -71,7 +73,7 @@ def look_up(store: Store, original: Artifact, remote: str) -> None:
     """Of an artifact that is damaged, which a lookup removes."""
     damaged = store.adopt(original.manifest, fetch_from(original))
     damaged.release()
-    next(path for path in damaged.cache.rglob("*") if path.is_file()).write_bytes(b"damaged")
+    min(path for path in damaged.cache.rglob("*") if path.is_file()).write_bytes(b"damaged")
     found = store.lookup(MODEL, fingerprint_of(original.manifest)).artifact
     assert found is not None
     found.release()

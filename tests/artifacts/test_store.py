@@ -378,15 +378,23 @@ def test_a_lock_on_a_directory_that_was_removed_is_none(tmp_path: Path) -> None:
     lock.release()
 
 
+def open_below(root: Path) -> list[str]:
+    """What this process has open there, also if it was removed; other threads open and close other files."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if link.startswith(f"{root}/")]
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_no_file_stays_open(store: Store) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     damaged, pruned = make(store), make(store, OTHER)
     (damaged.path / MANIFEST).unlink()
     assert store.lookup("encoder", FINGERPRINT).artifact is None
     assert len(store.prune(max_bytes=0)) == 1
     assert not pruned.path.exists()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(store.root) == []
 
 
 def test_a_refusal_is_remembered_until_a_source_changes(store: Store, tmp_path: Path) -> None:
@@ -490,7 +498,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_artifacts_or_none(store: Sto
         time.sleep(choose.uniform(0, 0.05))  # not to wait for anything: the moment of the kill
         kill(writer)
         found = store.lookup("encoder", FINGERPRINT)
-        assert {rejection.reason for rejection in found.rejected} <= {"incomplete: its writer is gone"}
+        reasons = {"incomplete: its writer is gone", "incomplete: it has no lock file"}
+        assert {rejection.reason for rejection in found.rejected} <= reasons
         if found.artifact is not None:
             found.artifact.release()
     store.prune(max_bytes=0)
@@ -500,7 +509,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_artifacts_or_none(store: Sto
 def test_processes_that_compile_prune_and_look_up_at_once_do_not_disturb_each_other(store: Store) -> None:
     writers = [start(store, "seal", 30) for _ in range(3)]
     found = 0
-    while any(writer.poll() is None for writer in writers):
+    while any(writer.poll() is None for writer in writers) or not found:  # they may be faster
         artifact = store.lookup("encoder", FINGERPRINT).artifact
         if artifact is not None:
             found += 1
@@ -512,7 +521,6 @@ def test_processes_that_compile_prune_and_look_up_at_once_do_not_disturb_each_ot
         assert writer.stdout is not None
         writer.stdout.close()
     assert [writer.returncode for writer in writers] == [0, 0, 0]
-    assert found
 
 
 def kept_by_another_user(store: Store, path: Path) -> None:
