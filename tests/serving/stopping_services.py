@@ -17,9 +17,11 @@ import bentoml
 import torch
 
 from bentoml_compile import CompiledRunnable, compile_model, runner_service
+from bentoml_compile.bento import boot
 from tests.models import classifier, ids
 
 Rows = list[list[int]]
+boot.INTERRUPT_SECONDS = 30.0  # as long as a compile takes to end on a busy machine
 CONFIG = {"keep_eager_if_slower": False, **json.loads(os.environ.get("TORCH_COMPILE", "{}"))}
 
 
