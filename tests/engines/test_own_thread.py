@@ -284,10 +284,15 @@ def test_a_caller_that_is_interrupted_interrupts_its_running_call(own: OwnThread
 def test_a_call_whose_caller_was_interrupted_while_it_waited_is_not_run(own: OwnThread, interrupted: Any) -> None:
     ran: list[int] = []
     gate, reached = Gate(), threading.Event()
+
+    def reach() -> None:
+        until(lambda: waiting(own) == 1)
+        reached.set()
+
     with ThreadPoolExecutor(2) as callers:
         first = callers.submit(own.run, gate)
         gate.entered.wait(DEADLINE)
-        callers.submit(lambda: (until(lambda: waiting(own) == 1), reached.set()))
+        callers.submit(reach)
         interrupted(own, lambda: ran.append(1), reached)
         gate.left.set()
         assert first.result(DEADLINE) == "let go"

@@ -252,7 +252,12 @@ def test_an_exception_in_the_thread_that_waits_ends_the_process(
     target: Path, compiler: Path, family: set[psutil.Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, is_over = threading.Event(), child._is_over
-    monkeypatch.setattr(child, "_is_over", lambda process: waits.set() or is_over(process))
+
+    def look(process: subprocess.Popen[bytes]) -> bool:
+        waits.set()
+        return is_over(process)
+
+    monkeypatch.setattr(child, "_is_over", look)
     compiling = Compiling(target)
     compiling.start()
     gxx = noted_process(compiler)
