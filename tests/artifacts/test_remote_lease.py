@@ -193,12 +193,12 @@ def test_anothers_that_is_still_half_written_is_read_again(tmp_path: Path) -> No
     """Where a file system cannot do better."""
 
     class HalfWritten(RemoteFiles):
-        reads = iter([FileNotFoundError(), b"", signed()])
+        reads = iter([None, b"", signed()])
 
         def read(self, path: str, most: int) -> bytes:
             content = next(self.reads)
-            if isinstance(content, Exception):
-                raise content
+            if content is None:
+                raise FileNotFoundError(path)
             return content
 
         def create(self, path: str, content: bytes) -> None:

@@ -110,7 +110,7 @@ def test_a_call_that_another_thread_begins_meanwhile_does_not_fail_this_one(monk
     """torch counts the frames that ran compiled code once for all threads; a call of a whole graph begins it anew."""
     model = classifier()
     served = compiled(model, ids(), name="met", backend="eager")
-    count = torch._dynamo.eval_frame.set_fullgraph_compiled_frame_count
+    count = torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count
 
     def count_meanwhile(value: int) -> int:
         if value < 0:  # where the call ends, another one has just ended, and a third begun

@@ -42,7 +42,7 @@ class Gate:
     def __init__(self, compile_frame: Callable[..., Any], context: Any) -> None:
         self._torchdynamo_orig_backend = compile_frame  # Dynamo finds the backend's identity by following this name
         self._context = context
-        self._fullgraph = context.fullgraph
+        self._fullgraph = getattr(context, "fullgraph", False)  # False: nothing is to be taken back
         self.open = True
         self._explanations = 0
 
@@ -53,7 +53,8 @@ class Gate:
     @open.setter
     def open(self, value: bool) -> None:
         self._open = value
-        self._context.fullgraph = self._fullgraph and value
+        if self._fullgraph:
+            self._context.fullgraph = value
 
     def __call__(self, frame: Any, cache_entry: Any, *args: Any, **kwargs: Any) -> Any:
         if self.open:
