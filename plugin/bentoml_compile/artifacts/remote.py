@@ -39,6 +39,8 @@ from bentoml_compile.report import Rejection
 
 __all__ = ["Remote", "Uploads", "uploads"]
 
+_MOST_WORDS = 500  # characters
+
 
 class Remote:
     """One boot's view of a remote.
@@ -210,10 +212,11 @@ def _parsed(payload: bytes) -> dict[str, Any]:
 
 
 def _words(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"not found: {error}"
-    if isinstance(error, PermissionError):
-        return f"access denied: {error}"
     if isinstance(error, (ArtifactRejected, ConfigError, TimeoutError)) and str(error):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    text = " ".join(str(error).split())[:_MOST_WORDS]  # Azure's errors have many lines
+    if isinstance(error, FileNotFoundError):
+        return f"not found: {text}"
+    if isinstance(error, PermissionError):
+        return f"access denied: {text}"
+    return f"{type(error).__name__}: {text}"

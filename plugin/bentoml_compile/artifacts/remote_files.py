@@ -7,6 +7,7 @@ FSSPEC_S3_ENDPOINT_URL=http://minio:9000 (or AWS_ENDPOINT_URL) for a server that
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ParamSpec, TypeVar
 
 from bentoml_compile.artifacts.manifest import sync_directory
 from bentoml_compile.errors import ConfigError
@@ -26,6 +27,25 @@ _TEMPORARY = ".tmp"
 _LEFT_BEHIND = 24 * 3600.0  # seconds; a file that takes longer to write is not one of ours
 _MODIFIED = ("LastModified", "last_modified", "mtime", "created")  # s3fs, adlfs, gcsfs and local, memory
 _S3 = ("s3", "s3a")
+_NO_BUCKET = "The specified bucket does not exist"
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def _says_denied(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """With PermissionError for what a file system of whatever kind raises when it is that."""
+
+    @functools.wraps(method)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, PermissionError) or not _is_denied(error):
+                raise
+            raise PermissionError(" ".join(str(error).split())) from error
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +92,8 @@ class RemoteFiles:
         """The files in a directory; none if it is not there.
 
         Raises:
-            OSError and others, as the file system likes: as all methods here.
+            FileNotFoundError: there is no such bucket.
+            PermissionError: it is forbidden. Others, as the file system likes: as all methods here.
         """
         return [
             Listed(entry["name"].rpartition("/")[2], entry["size"] or 0, _modified(entry))
@@ -85,6 +106,7 @@ class RemoteFiles:
         entries = self._entries(directory)
         return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
 
+    @_says_denied
     def _entries(self, directory: str) -> Sequence[dict[str, Any]]:
         system, path = self._at(directory)
         system.invalidate_cache()
@@ -93,8 +115,12 @@ class RemoteFiles:
         except FileNotFoundError as error:
             if error.__cause__ is not None:  # an answer of the server: there is no such bucket
                 raise
+            bucket = path.partition("/")[0]
+            if _is_of_bucket(error, bucket):
+                raise FileNotFoundError(f"{_NO_BUCKET}: {bucket}") from error
             return []
 
+    @_says_denied
     def size(self, path: str) -> int | None:
         """Of a file, in bytes; None if it is not there."""
         system, path = self._at(path)
@@ -116,6 +142,7 @@ class RemoteFiles:
                 return b""
             raise
 
+    @_says_denied
     def ranges(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         """Each range's bytes, as far as its file has them; asked for at the same time where that is possible."""
         system, _ = self._at("")
@@ -130,6 +157,7 @@ class RemoteFiles:
                 raise content
         return [bytes(content) for content in contents]
 
+    @_says_denied
     def write(self, path: str, content: bytes) -> None:
         """Make or replace a file, all of it or nothing."""
         system, path = self._at(path)
@@ -139,6 +167,7 @@ class RemoteFiles:
         else:
             system.pipe_file(path, content)
 
+    @_says_denied
     def create(self, path: str, content: bytes) -> None:
         """Make a file that is not there yet. Where a file system cannot do better, it may be seen half written.
 
@@ -155,6 +184,7 @@ class RemoteFiles:
         except TypeError:  # a file system without `mode`
             system.pipe_file(path, content)
 
+    @_says_denied
     def put(self, path: str, source: Path) -> None:
         """Make or replace a file by a copy of a local one, all of it or nothing."""
         system, path = self._at(path)
@@ -164,6 +194,7 @@ class RemoteFiles:
         else:
             system.put_file(str(source), path)
 
+    @_says_denied
     def remove(self, path: str) -> None:
         system, path = self._at(path)
         system.rm_file(path)
@@ -247,10 +278,34 @@ def _package(protocol: str) -> str | None:
 
 
 def _import(uri: str) -> None:
-    """Now, since it takes a second, which is not the remote's."""
+    """Now, since it takes a second, which is not the remote's.
+
+    Raises:
+        ConfigError: it cannot be imported, as where a package that it needs is missing or broken.
+    """
     from fsspec import get_filesystem_class
 
-    get_filesystem_class(_protocol(uri))
+    try:
+        get_filesystem_class(_protocol(uri))
+    except ImportError as error:
+        reason = error.__cause__ or error  # fsspec's own words name its package, whatever is missing
+        raise ConfigError(f"artifacts.remote: the file system for {_protocol(uri)}:// fails: {reason}") from error
+
+
+def _is_denied(error: Exception) -> bool:
+    """As azure-core 1.41, aiohttp 3.14 and gcsfs 2026.10 say it; elsewhere the error stays what it is."""
+    if type(error) is OSError:
+        return str(error).startswith("Forbidden")
+    status = next((getattr(error, name) for name in ("status_code", "status", "code") if hasattr(error, name)), None)
+    return str(status) in ("401", "403")
+
+
+def _is_of_bucket(error: FileNotFoundError, bucket: str) -> bool:
+    """Whether a listing failed because there is no such bucket, as adlfs 2026.8 and gcsfs 2026.10 say it.
+
+    Elsewhere it is taken for a directory that is not there yet.
+    """
+    return type(error.__context__).__name__ == "ResourceNotFoundError" or str(error) == f"b/{bucket}/o"
 
 
 def _modified(entry: dict[str, Any]) -> float:

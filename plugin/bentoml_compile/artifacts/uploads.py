@@ -97,9 +97,8 @@ class Uploads:
                 logger.debug("model %r: upload, attempt %d: %s", artifact.model, attempt, error)
             if attempt < self._attempts:
                 time.sleep(min(self._pause * 2 ** (attempt - 1), self._longest) * random.uniform(0.5, 1.0))
-        logger.warning(
-            "model %r: artifact not uploaded to %s: %s: %s", artifact.model, remote.uri, type(failure).__name__, failure
-        )
+        kind, text = type(failure).__name__, " ".join(str(failure).split())
+        logger.warning("model %r: artifact not uploaded to %s: %s: %s", artifact.model, remote.uri, kind, text)
         return failure
 
 
