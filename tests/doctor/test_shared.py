@@ -173,7 +173,8 @@ def test_a_remote_that_cannot_be_written(mounted: Callable[..., Path], options: 
 
 
 @pytest.mark.skipif(shutil.which("gcsfs") is not None, reason="gcsfs is installed")
-def test_a_remote_whose_package_is_missing() -> None:
+def test_a_remote_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     expect(only(shared.remote("gs://bucket", seconds=60, writes=False)), "problem", "needs gcsfs", "pip install gcsfs")
     expect(only(shared.remote("nope://bucket", seconds=60, writes=False)), "problem", "nope://", "pip install")
 
