@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -172,7 +171,6 @@ def test_a_remote_that_cannot_be_written(mounted: Callable[..., Path], options: 
     expect(only(shared.remote(uri, seconds=60, writes=True)), "problem", text, "has space")
 
 
-@pytest.mark.skipif(shutil.which("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_remote_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     expect(only(shared.remote("gs://bucket", seconds=60, writes=False)), "problem", "needs gcsfs", "pip install gcsfs")
