@@ -108,6 +108,7 @@ def results(workers: list[Worker]) -> list[dict[str, Any]]:
     return [worker.result for worker in workers]
 
 
+@pytest.mark.soak  # the next test has a holder that uploads, too, after one that is killed
 def test_of_four_machines_one_compiles_and_three_load_its_artifact(herd: Herd) -> None:
     herd.start(4)
     herd.wait_until(compiling=1, waiting=3)

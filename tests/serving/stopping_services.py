@@ -22,6 +22,7 @@ from tests.models import classifier, ids
 
 Rows = list[list[int]]
 boot.INTERRUPT_SECONDS = 30.0  # as long as a compile takes to end on a busy machine
+LONG = {"timeout": 600}  # seconds that a request may be kept
 CONFIG = {"keep_eager_if_slower": False, **json.loads(os.environ.get("TORCH_COMPILE", "{}"))}
 
 
@@ -51,7 +52,7 @@ def logits(model: Any, rows: Any) -> Any:
     return model(ids=torch.as_tensor(rows))["logits"]
 
 
-@bentoml.service(torch_compile=CONFIG)
+@bentoml.service(torch_compile=CONFIG, traffic=LONG)
 class Plain:
     def __init__(self) -> None:
         self.model = compile_model(classifier(), example_inputs=[{"ids": ids(2, 5)}], name="tiny")
@@ -85,10 +86,10 @@ async def classify(body: dict[str, Rows]) -> Any:
     return answer.tolist()
 
 
-RunnerService = runner_service(runner)
+RunnerService = runner_service(runner, traffic=LONG)
 
 
-@bentoml.service
+@bentoml.service(traffic=LONG)
 class Front:
     runner = bentoml.depends(RunnerService)
 

@@ -50,7 +50,9 @@ def ctrl_c(server: Server) -> None:
 def serve(home: Path, kind: str, config: dict[str, Any], **env: str) -> Server:
     environment = {"TORCH_COMPILE": json.dumps(config), **env}
     if kind == "legacy":
-        environment["BENTOML_CONFIG_OPTIONS"] = "api_server.workers=1 runners.resources.cpu=1"
+        environment["BENTOML_CONFIG_OPTIONS"] = (
+            "api_server.workers=1 runners.resources.cpu=1 api_server.traffic.timeout=600 runners.traffic.timeout=600"
+        )
     return Server(CHECKOUT, home, target=f"tests.serving.stopping_services:{kind}", env=environment)
 
 
@@ -101,7 +103,7 @@ def tell_and_wait(server: Server, tell: Signal) -> None:
         pytest.param("Front", sigterm, id="runner_service-sigterm"),
         pytest.param("Front", ctrl_c, id="runner_service-ctrl_c", marks=pytest.mark.soak),
         pytest.param("legacy", sigterm, id="legacy-sigterm", marks=pytest.mark.soak),
-        pytest.param("legacy", ctrl_c, id="legacy-ctrl_c"),
+        pytest.param("legacy", ctrl_c, id="legacy-ctrl_c", marks=pytest.mark.soak),
     ],
 )
 def test_a_request_in_flight_is_answered_before_the_server_ends(tmp_path: Path, kind: str, tell: Signal) -> None:
@@ -126,7 +128,7 @@ def test_a_request_in_flight_is_answered_before_the_server_ends(tmp_path: Path, 
     ("kind", "tell"),
     [
         pytest.param("Plain", ctrl_c, id="plain-ctrl_c", marks=pytest.mark.soak),
-        pytest.param("Front", sigterm, id="runner_service-sigterm"),
+        pytest.param("Front", sigterm, id="runner_service-sigterm", marks=pytest.mark.soak),
         pytest.param("Front", ctrl_c, id="runner_service-ctrl_c", marks=pytest.mark.soak),
         pytest.param("legacy", sigterm, id="legacy-sigterm", marks=pytest.mark.soak),
         pytest.param("legacy", ctrl_c, id="legacy-ctrl_c"),
@@ -145,7 +147,7 @@ def test_a_compile_that_hangs_ends_with_the_boot_and_in_few_words(tmp_path: Path
     ("kind", "engine", "tell"),
     [
         pytest.param("Plain", "aot", sigterm, id="plain-aot-sigterm"),
-        pytest.param("Plain", "jit", sigterm, id="plain-jit-sigterm"),
+        pytest.param("Plain", "jit", sigterm, id="plain-jit-sigterm", marks=pytest.mark.soak),
         pytest.param("Plain", "jit", ctrl_c, id="plain-jit-ctrl_c", marks=pytest.mark.soak),
         pytest.param("Front", "aot", ctrl_c, id="runner_service-aot-ctrl_c", marks=pytest.mark.soak),
         pytest.param("legacy", "aot", sigterm, id="legacy-aot-sigterm", marks=pytest.mark.soak),
