@@ -106,6 +106,12 @@ def test_short_forms_mean_what_they_stand_for(key: str, given: object, meant: ob
             "null, true, false, {argument: {dimension: [min, max]}}",
         ),
         (
+            {"dynamic": {"ids": {"00": [1, 8]}}},
+            "torch_compile.dynamic.ids.00",
+            "'00'",
+            "null, true, false, {argument: {dimension: [min, max]}}",
+        ),
+        (
             {"dynamic": {"ids": {"x": [1, 8]}}},
             "torch_compile.dynamic.ids.x",
             "'x'",

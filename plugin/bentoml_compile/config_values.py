@@ -29,7 +29,7 @@ def _number(value: Any) -> Any:
 
 def _dim(value: Any) -> Any:
     """A dimension's number: text, as every key of BentoML's config, or an int."""
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and re.fullmatch("0|[1-9][0-9]*", value):  # in one way: 0 and 00 would be one dimension
         return int(value)
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,8 @@ from bentoml_compile.report import GraphBreak, Rejection
 
 logger = logging.getLogger("bentoml_compile")
 
-_PRIVATE = "torch_compile_"
+_PRIVATE = "bentoml-compile-private-"
+_IS_PRIVATE = re.compile(rf"{_PRIVATE}[a-z0-9_]{{8}}")  # as tempfile names them
 
 
 @dataclass(eq=False)
@@ -219,7 +221,7 @@ def _remove_left_behind(parent: Path) -> None:
     """The private directories of processes that were killed; nobody has a lock on them."""
     with contextlib.suppress(OSError):
         for name in os.listdir(parent):
-            if name.startswith(_PRIVATE):
+            if _IS_PRIVATE.fullmatch(name):  # all of it: what is not ours may begin like it
                 with contextlib.suppress(OSError):
                     _remove_unless_locked(parent / name)
 
