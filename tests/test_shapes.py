@@ -1,15 +1,20 @@
 from __future__ import annotations
 
-from typing import Any
+import collections
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
 
 from bentoml_compile.errors import ConfigError
 from bentoml_compile.shapes import (
     ExampleInput,
     batch_size_of,
     describe,
+    fits,
     fitted,
     leaves,
     parameter_names,
@@ -84,6 +89,60 @@ def test_a_fitted_call_has_the_examples_strides_and_the_calls_values() -> None:
     assert torch.equal(kwargs["mask"]["m"][0], torch.arange(6.0).reshape(2, 3))
     again, _ = fitted(example, NAMES, (ONES,), {})
     assert again[0].data_ptr() == ONES.data_ptr()
+
+
+class Pair(NamedTuple):
+    a: Any
+
+
+CONTAINERS: list[Callable[[Any], Any]] = [
+    lambda item: {"a": item},
+    lambda item: [item],
+    lambda item: (item,),
+    Pair,
+    lambda item: collections.OrderedDict(a=item),
+    lambda item: collections.defaultdict(list, a=item),
+    lambda item: collections.UserDict(a=item),
+    lambda item: BatchEncoding({"a": item}),
+    lambda item: BaseModelOutput(last_hidden_state=item),
+]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_walk_looks_into_the_same_containers_and_keeps_their_class(container: Callable[[Any], Any]) -> None:
+    example = ExampleInput((), {"ids": container(ONES), "mask": [container(ONES)]})
+    given = {"ids": container(torch.arange(6.0).reshape(3, 2).t()), "mask": [container(ONES)]}
+    assert len(list(leaves(given))) == 2
+    wanted, strided = signature_of(NAMES, (), example.kwargs), signature_of(NAMES, (), given)
+    assert wanted is not None
+    assert strided is not None
+    assert wanted != strided
+    assert relaxed(wanted) == relaxed(strided)
+    assert not fits(example, NAMES, (), given, plainly=False)
+    _, fit = fitted(example, NAMES, (), given)
+    assert signature_of(NAMES, (), fit) == wanted
+    (_, tensor), _ = leaves(fit)
+    assert torch.equal(tensor, torch.arange(6.0).reshape(3, 2).t())
+    for other in (example.clone(), example.without_values()):
+        assert signature_of(NAMES, (), other.kwargs) == wanted
+        for _, tensor in leaves(other.kwargs):
+            tensor.fill_(7.0)
+    assert ONES.sum() == 6
+    assert type(fit["ids"]) is type(given["ids"])
+    if isinstance(fit["ids"], BaseModelOutput):
+        assert fit["ids"].last_hidden_state is fit["ids"]["last_hidden_state"]
+
+
+def test_a_container_with_attributes_beside_its_items_has_no_signature() -> None:
+    """Code made ahead of time would take them for constants."""
+
+    class Batch(dict[str, Any]):
+        scale = 1.0
+
+    batch = Batch(ids=ONES)
+    assert signature_of(NAMES, (batch,), {}) is not None
+    batch.scale = 2.0
+    assert signature_of(NAMES, (batch,), {}) is None
 
 
 def test_an_argument_that_is_given_twice_has_no_signature() -> None:

@@ -9,13 +9,14 @@ tuples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from bentoml_compile.containers import holds_more, items_of, rebuilt
 from bentoml_compile.errors import ConfigError
 
 Signature = frozenset[tuple[str, Hashable]]
@@ -149,11 +150,13 @@ def _fits(value: Any, wanted: Any, plainly: bool) -> bool:
         if plainly and (value.requires_grad or value.is_inference() or type(value) is not type(wanted)):
             return False
         return value.stride() == _strides(value, wanted)
-    if isinstance(value, dict):
-        return all(_fits(item, wanted[key], plainly) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return all(_fits(item, other, plainly) for item, other in zip(value, wanted, strict=True))
-    return True
+    items = items_of(value)
+    return items is None or all(_fits(item, other, plainly) for item, other in _paired(items, wanted))
+
+
+def _paired(items: Iterable[tuple[Any, Any]], wanted: Any) -> Iterator[tuple[Any, Any]]:
+    """Each item with the one in its place in a container of the same signature."""
+    return ((item, other) for (_, item), (_, other) in zip(items, items_of(wanted) or (), strict=True))
 
 
 def _strides(value: torch.Tensor, wanted: torch.Tensor) -> tuple[int, ...]:
@@ -169,11 +172,8 @@ def _fit(value: Any, wanted: Any) -> Any:
         if value.stride() == (strides := _strides(value, wanted)):
             return value
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
-    if isinstance(value, dict):
-        return {key: _fit(item, wanted[key]) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_fit, value, wanted))
-    return value
+    items = items_of(value)
+    return value if items is None else rebuilt(value, (_fit(item, other) for item, other in _paired(items, wanted)))
 
 
 def dense_strides(sizes: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
@@ -210,11 +210,12 @@ def _leaf(value: Any) -> Hashable:
         return (kind, value.hex())  # 0.0 equals -0.0 and NaN not itself
     if kind in _CONSTANTS:
         return (kind, value)
-    if kind is dict or isinstance(value, Mapping):
-        return (kind, tuple((key, _leaf(value[key])) for key in value))
     if kind is list or kind is tuple:
         return (kind, tuple(map(_leaf, value)))
-    raise _NoSignature
+    items = items_of(value)
+    if items is None or holds_more(value):
+        raise _NoSignature
+    return (kind, tuple((key, _leaf(item)) for key, item in items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,15 +264,13 @@ def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each leaf of nested dicts, lists and tuples, with the keys and indices that lead to it."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, index))
-    else:
+    """Each leaf of nested containers, with the keys and indices that lead to it."""
+    items = items_of(value)
+    if items is None:
         yield path, value
+        return
+    for key, item in items:
+        yield from leaves(item, (*path, key))
 
 
 def tensor_leaves(value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -292,11 +291,10 @@ def with_tensors(
 def _changed(value: Any, argument: str, path: Path, change: Change) -> Any:
     if isinstance(value, torch.Tensor):
         return change(argument, path, value)
-    if isinstance(value, dict):
-        return {key: _changed(item, argument, (*path, key), change) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_changed(item, argument, (*path, index), change) for index, item in enumerate(value))
-    return value
+    items = items_of(value)
+    if items is None:
+        return value
+    return rebuilt(value, [_changed(item, argument, (*path, key), change) for key, item in items])
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

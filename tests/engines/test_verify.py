@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
 
 from bentoml_compile.config import VerifyConfig
-from bentoml_compile.engines.verify import compare, in_higher_precision
+from bentoml_compile.engines.verify import compare, in_higher_precision, varied
 from bentoml_compile.shapes import ExampleInput
 
 DEFAULT = VerifyConfig()
@@ -86,6 +87,23 @@ def test_the_reference_runs_in_float64_on_a_copy() -> None:
     assert exact.dtype is torch.float64
     assert model.weight.dtype is torch.bfloat16
     torch.testing.assert_close(exact, model.double()(inputs.args[0].double()))
+
+
+class OfBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.bfloat16)
+
+    def forward(self, batch: Any) -> Any:
+        return self.linear(batch["x"])
+
+
+def test_tensors_inside_of_any_container_are_varied_and_cast() -> None:
+    inputs = ExampleInput((BatchEncoding({"x": torch.ones(1, 4, dtype=torch.bfloat16)}),), {})
+    (other,) = varied(inputs, (), ("batch",)).args
+    assert type(other) is BatchEncoding
+    assert not torch.equal(other["x"], inputs.args[0]["x"])
+    assert in_higher_precision(OfBatch(), "forward", inputs).dtype is torch.float64
 
 
 @dataclass

@@ -185,13 +185,13 @@ def in_higher_precision(model: torch.nn.Module, method: str, example: ExampleInp
     for dtype in (torch.float64, torch.float32):
         try:
             wide = copy.deepcopy(model).to(dtype)
-            args, kwargs = _cast((example.args, example.kwargs), dtype)
+            cast = _cast(example, dtype)
             with torch.autocast(device_type=device_of(model).type, enabled=False):
-                return eager_callable(wide, method)(*args, **kwargs)
+                return eager_callable(wide, method)(*cast.args, **cast.kwargs)
         except Exception as error:  # a cast that the model does not support, or no memory for the copy
             logger.debug("verify: no %s reference: %s", dtype, error)
     return None
 
 
-def _cast(inputs: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+def _cast(example: ExampleInput, dtype: torch.dtype) -> ExampleInput:
+    return example.with_tensors((), lambda argument, path, x: x.to(dtype) if x.is_floating_point() else x)
