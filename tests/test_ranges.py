@@ -61,7 +61,7 @@ def test_an_example_outside_of_the_ranges_is_a_shape_of_its_own_and_those_inside
 def test_tensors_inside_of_containers_vary_too() -> None:
     example = ExampleInput(({"a": [torch.ones(2, 3)], "b": torch.ones(3)},), {})
     sizes = free_sizes({"batch": {0: (1, 8)}}, [example], ("batch",))
-    assert label(example, ("batch",), sizes) == "batch: {a: (float32[1..8, 3]), b: float32[1..8]}"
+    assert label(example, ("batch",), sizes) == "batch: {a: [float32[1..8, 3]], b: float32[1..8]}"
     other = resized(example, ("batch",), [(sizes[0], 5), (sizes[1], 7)])
     assert other.args[0]["a"][0].shape == (5, 3)
     assert other.args[0]["b"].shape == (7,)

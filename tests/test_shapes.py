@@ -97,6 +97,8 @@ class Pair(NamedTuple):
 
 CONTAINERS: list[Callable[[Any], Any]] = [
     lambda item: {"a": item},
+    lambda item: {1: item},
+    lambda item: {"1": item},
     lambda item: [item],
     lambda item: (item,),
     Pair,
@@ -167,6 +169,16 @@ def test_what_cannot_be_compared_has_no_signature(value: Any) -> None:
 def test_descriptions_are_sorted_and_name_dtype_and_sizes() -> None:
     example = ExampleInput((torch.ones(2, 3, dtype=torch.int64),), {"flag": True, "mask": torch.ones(3, 2).t()})
     assert describe(example, NAMES) == "flag: True, ids: int64[2, 3], mask: float32[2, 3] strides [1, 2]"
+
+
+def test_containers_of_other_classes_are_described_apart() -> None:
+    """Shapes and artifacts are told apart by what is written here."""
+    described = [describe(ExampleInput((container(ONES),), {}), NAMES) for container in CONTAINERS]
+    assert len(set(described)) == len(CONTAINERS)
+    ones = "float32[2, 3]"
+    assert described[0] == f"ids: {{a: {ones}}}"
+    assert described[3:6] == [f"ids: [{ones}]", f"ids: ({ones})", f"ids: Pair({ones})"]
+    assert f"ids: BatchEncoding{{a: {ones}}}" in described
 
 
 def test_parameter_names_are_those_that_may_be_positional() -> None:

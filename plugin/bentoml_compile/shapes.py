@@ -247,12 +247,20 @@ def _describe(value: Any, name: str, path: Path, words: Words) -> str:
         if value.layout is torch.strided and not value.is_contiguous():
             text += f" strides {list(value.stride())}"
         return text if value.device.type == "cpu" else f"{text} on {words.device(value.device)}"
+    items = items_of(value)
+    if items is None:
+        return repr(value)
+    described = [(key, _describe(item, name, (*path, key), words)) for key, item in items]
+    kind = "" if type(value) in (dict, list, tuple) else type(value).__qualname__
     if isinstance(value, Mapping):
-        items = (f"{key}: {_describe(item, name, (*path, key), words)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(_describe(item, name, (*path, i), words) for i, item in enumerate(value)) + ")"
-    return repr(value)
+        return f"{kind}{{{', '.join(f'{_key(key)}: {item}' for key, item in described)}}}"
+    inside = ", ".join(item for _, item in described)
+    return f"{kind}[{inside}]" if isinstance(value, list) else f"{kind}({inside})"
+
+
+def _key(key: Any) -> str:
+    """1 is another key than "1"."""
+    return key if isinstance(key, str) and key.isidentifier() else repr(key)
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
