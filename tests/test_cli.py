@@ -260,6 +260,21 @@ def test_trace_prints_trees_with_times_and_shares_the_newest_last(tmp_path: Path
     assert indents == [0, 2, 4, 4, 6]
 
 
+@pytest.mark.parametrize(
+    ("attributes", "words"), [({"http.status_code": 500}, "error: HTTP status 500"), ({}, "error: unknown")]
+)
+def test_trace_says_of_a_failure_without_words_its_status(
+    tmp_path: Path, attributes: dict[str, int], words: str
+) -> None:
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(FileSpanExporter(tmp_path / "traces.jsonl")))
+    span = provider.get_tracer("test").start_span("POST /embed", attributes=attributes)
+    span.set_status(otel.StatusCode.ERROR)
+    span.end()
+    provider.shutdown()
+    assert run("trace", str(tmp_path / "traces.jsonl")).stdout.rstrip().endswith(words)
+
+
 def test_trace_prints_the_last_ones_and_skips_a_line_that_was_cut_off(tmp_path: Path) -> None:
     file = tmp_path / "traces.jsonl"
     write_traces(file)

@@ -15,6 +15,7 @@ from typing import Any
 _PREFIX = "torch_compile."
 _LONG = 60  # characters of an attribute's value
 _ERROR = (2, "STATUS_CODE_ERROR")
+_STATUS = ("http.response.status_code", "http.status_code")  # by the conventions of 2023, and before
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,21 @@ def _rows(
             if parent is not None and span.length <= parent.length > 0
             else "    "
         )
-        failed = f"  error: {_line(span.error)}" if span.error is not None else ""
-        yield f"{indent}{span.name}", f"{span.length / 1e6:10.1f} ms  {share}  {_shown(span.attributes)}{failed}"
+        yield (
+            f"{indent}{span.name}",
+            f"{span.length / 1e6:10.1f} ms  {share}  {_shown(span.attributes)}{_failure(span)}",
+        )
         for name, attributes in span.events:
             yield f"{indent}  * {name}", _shown(attributes)
         yield from _rows(children, span.id, span, depth + 1)
+
+
+def _failure(span: Span) -> str:
+    """A server's span says of an answer like 500 no more than its status."""
+    if span.error is None:
+        return ""
+    status = next((span.attributes[name] for name in _STATUS if name in span.attributes), None)
+    return f"  error: {_line(span.error) or ('unknown' if status is None else f'HTTP status {status}')}"
 
 
 def _shown(attributes: dict[str, Any]) -> str:

@@ -3,15 +3,18 @@
 The variables select it as any other OpenTelemetry exporter:
 
     pip install 'bentoml-compile[trace]'
-    OTEL_TRACES_EXPORTER=bentoml_compile_file BENTOML_COMPILE_TRACE_FILE=traces.jsonl bentoml serve
+    OTEL_TRACES_EXPORTER=bentoml_compile_file BENTOML_COMPILE_TRACE_FILE="$PWD/traces.jsonl" bentoml serve
     bentoml-compile trace traces.jsonl
 """
 
 from __future__ import annotations
 
+import logging
 import os
 
 from opentelemetry.exporter.otlp.json.file import FileSpanExporter
+
+logger = logging.getLogger("bentoml_compile")
 
 PATH_VARIABLE = "BENTOML_COMPILE_TRACE_FILE"
 
@@ -24,4 +27,7 @@ class TraceFile(FileSpanExporter):
     """
 
     def __init__(self) -> None:
-        super().__init__(os.environ.get(PATH_VARIABLE, "traces.jsonl"))
+        # a Bento's worker is in the Bento's folder, wherever the command was typed
+        path = os.path.abspath(os.environ.get(PATH_VARIABLE, "traces.jsonl"))
+        super().__init__(path)
+        logger.info("traces go to %s", path)
