@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bentoml_compile.artifacts.hashing import unseen
 from bentoml_compile.artifacts.places import NO_PLACES, Places
 from bentoml_compile.artifacts.store import Artifact
 from bentoml_compile.compiler import Compiler, compiling
@@ -194,14 +195,40 @@ class Startup:
                 self._time_is_up()
                 return True
             except Exception as error:
-                reason = f"could not be loaded: {classify(error)}"
-                self._search.kept.reject(artifact, reason)
-                stage.attributes["rejected"] = reason
-                self._stored = {}
-                self._compiler.forget()
+                stage.attributes["rejected"] = reason = f"could not be loaded: {classify(error)}"
+                self._reject(artifact, reason)
                 return False
+        failure = self._failure_in_doubt(artifact)
+        if failure is not None:
+            self._reject(artifact, f"does not give what the model gives now: {failure}")
+            return False
         self._search.kept.artifact = artifact
         return True
+
+    def _reject(self, artifact: Artifact, reason: str) -> None:
+        assert self._search.kept is not None
+        self._search.kept.reject(artifact, reason)
+        self._stored = {}
+        self._compiler.forget()
+
+    def _failure_in_doubt(self, artifact: Artifact) -> Failure | None:
+        """Where an artifact depends on what cannot be compared, its code is, whatever `verify` says. torch.compile's is
+        not in doubt: it has just been traced again.
+        """
+        assert self._search.kept is not None
+        doubts = sorted({*self._search.kept.fingerprint.doubts, *unseen(artifact.sources)})
+        shapes = [shape for shape in self.target.compiled_shapes() if shape.compiled_by == "aot"]
+        if not doubts or not shapes:
+            return None
+        logger.info(
+            "model %r: loaded code is verified, as the model depends on what cannot be compared with what it was: %s",
+            self.target.name,
+            ", ".join(doubts),
+        )
+        config = self._config.verify or VerifyConfig()
+        with self._present_weights(), self._running("verify"):
+            failures = [Trial(self.target).verify(shape, config) for shape in self._one_by_one(shapes)]
+        return next(filter(None, failures), None)
 
     def _eager_by_decision(self) -> dict[PreparedShape, str]:
         if not self._config.keep_eager_if_slower:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bentoml_compile.artifacts.hashing import hash_sources
+from bentoml_compile.artifacts.hashing import hash_sources, unseen
 from bentoml_compile.engines.sources import watched_sources
 from tests.models import classifier, ids
 
@@ -218,3 +218,82 @@ def test_a_profiler_that_was_there_is_there_again() -> None:
         assert sys.getprofile() is profile
     finally:
         sys.setprofile(None)
+
+
+ODD = """
+import dataclasses, functools
+
+@dataclasses.dataclass(slots=True)
+class Output:
+    logits: float
+
+class Proxy:
+    __class__ = property(lambda self: 1 / 0)
+    def get(self):
+        return 2.0
+
+class Raising(type):
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+class Broken(metaclass=Raising):
+    pass
+
+TABLE = {"scale": 2.0}
+TABLE["self"] = TABLE
+DEEP = functools.reduce(lambda inner, _: [inner], range(5000), 2.0)
+current, half, broken = Proxy(), functools.partial(pow, 2.0), Broken
+
+def slotted(x):
+    return Output(x).logits
+
+def partial(x):
+    return half(1) * len(half.args) * len(functools.partial(pow, 2).args) * x
+
+def looped(x):
+    return TABLE["scale"] * x
+
+def deep(x):
+    return len(DEEP) * x
+
+def proxied(x):
+    return type(current).get(current) * x
+
+def unreadable(x):
+    broken
+    return x
+
+def raising(x):
+    broken
+    raise ValueError("the model's own")
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "odd.py").write_text(ODD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("odd")
+    sys.modules.pop("odd")
+
+
+@pytest.mark.parametrize("name", ["slotted", "partial", "looped", "deep", "proxied", "unreadable"])
+def test_whatever_a_global_is_the_model_runs(odd: ModuleType, name: str) -> None:
+    with watched_sources() as sources:
+        getattr(odd, name)(1.0)
+    assert "module odd" in sources
+    assert hash_sources(sources) == sources
+    assert unseen(sources) == (["odd:broken"] if name == "unreadable" else [])
+
+
+def test_the_model_s_own_exception_is_told(odd: ModuleType) -> None:
+    with pytest.raises(ValueError, match="the model's own"), watched_sources() as sources:
+        odd.raising(1.0)
+    assert unseen(sources) == ["odd:broken"]
+
+
+def test_a_failure_in_collecting_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bentoml_compile.engines.sources._sources_of", lambda seen: 1 / 0)
+    with watched_sources() as sources:
+        classifier()(ids())
+    assert unseen(sources) == ["the model's code (ZeroDivisionError)"]

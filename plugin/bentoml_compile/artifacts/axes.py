@@ -18,11 +18,13 @@ class Fingerprint:
     Attributes:
         axes: readable values by axis, in a fixed order; long ones as a hash and a summary.
         attributes: the single values behind the axis "attributes", to name the one that differs.
+        doubts: what the axes do not tell, although the model has it.
         id: 16 hex digits over the axes.
     """
 
     axes: Mapping[str, str]
     attributes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    doubts: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def id(self) -> str:

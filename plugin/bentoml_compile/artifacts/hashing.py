@@ -30,10 +30,12 @@ def short_hash(parts: Iterable[str]) -> str:
 _GLOBAL = "global "
 _MODULE = "module "
 _ENVIRONMENT = "environment "
+_UNSEEN = "unseen "
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 _TORCH_S = ("dtype", "device", "Size", "memory_format", "layout")  # not imported here: `artifacts` lists without torch
 ABSENT = object()
 _MOST_ITEMS = 1000  # of a container; a larger one is data, not a setting
+_MOST_LEVELS = 20  # of containers in containers
 
 
 def global_source(module: str, path: str) -> str:
@@ -46,19 +48,32 @@ def environment_source(name: str) -> str:
     return f"{_ENVIRONMENT}{name}"
 
 
+def unseen_source(name: str) -> str:
+    """How something that code reads and that cannot be compared is called among sources: it never counts as changed,
+    but what depends on it is in doubt.
+    """
+    return f"{_UNSEEN}{name}"
+
+
+def unseen(sources: Iterable[str]) -> list[str]:
+    """What is in doubt, as `unseen_source` was told."""
+    return [source.removeprefix(_UNSEEN) for source in sources if source.startswith(_UNSEEN)]
+
+
 def attribute_of(value: Any, name: str) -> Any:
     """An attribute without running any code of the value's; ABSENT if there is none, or it is computed."""
-    if isinstance(value, EnumMeta):
+    kind = type(value)  # not isinstance, here and below: `__class__` may be a property
+    if issubclass(kind, EnumMeta):
         return value.__members__.get(name, ABSENT)
-    if isinstance(value, ModuleType):
+    if issubclass(kind, ModuleType):
         return vars(value).get(name, ABSENT)
     found = inspect.getattr_static(value, name, ABSENT)
-    if isinstance(found, MemberDescriptorType):  # of __slots__
+    if type(found) is MemberDescriptorType:  # of __slots__
         try:
-            return found.__get__(value, type(value))
-        except AttributeError:
+            return found.__get__(value, kind)
+        except (AttributeError, TypeError):  # not assigned; or the value is the class that has the slot
             return ABSENT
-    return ABSENT if isinstance(found, (property, staticmethod, classmethod)) else found
+    return ABSENT if issubclass(type(found), (property, staticmethod, classmethod)) else found
 
 
 def file_source(path: str, module: object) -> str:
@@ -92,28 +107,34 @@ def _find_spec(module: str) -> ModuleSpec | None:
     return next(filter(None, (finder.find_spec(module, path) for finder in sys.meta_path)), None)
 
 
-def stable_text(value: Any) -> str | None:
-    """What the value is, the same in every process; None for what is neither constant, container nor function.
+def stable_text(value: Any, around: tuple[int, ...] = ()) -> str | None:
+    """What the value is, the same in every process; None for what is neither constant, container nor function, or
+    contains itself.
 
     A function is its bytecode, constants, defaults and closure: a helper may be replaced without any file changing.
+
+    Args:
+        around: the ids of what contains the value.
     """
-    kind = type(value)
+    if id(value) in around or len(around) > _MOST_LEVELS:
+        return None
+    kind, text_of = type(value), functools.partial(stable_text, around=(*around, id(value)))
     if kind in _CONSTANTS or (kind.__module__ == "torch" and kind.__name__ in _TORCH_S):
         return repr(value)
     if kind in (list, tuple) and len(value) <= _MOST_ITEMS:
-        return _joined(kind, map(stable_text, value))
+        return _joined(kind, map(text_of, list(value)))
     if kind in (set, frozenset) and len(value) <= _MOST_ITEMS:
-        return _joined(kind, sorted((stable_text(item) for item in value), key=str))
+        return _joined(kind, sorted(map(text_of, list(value)), key=str))
     if kind is dict and len(value) <= _MOST_ITEMS:
-        return _joined(kind, [text for pair in value.items() for text in map(stable_text, pair)])
+        return _joined(kind, [text for pair in list(value.items()) for text in map(text_of, pair)])
     if kind is FunctionType:
         return _function_text(value)
     if kind is BuiltinFunctionType:
         return f"{value.__module__}.{value.__qualname__}"
     if kind is functools.partial:
-        return _joined(kind, map(stable_text, (value.func, value.args, value.keywords)))
-    if isinstance(value, Enum):
-        return _joined(kind, [value.name, stable_text(value.value)])
+        return _joined(kind, map(text_of, (value.func, value.args, value.keywords)))
+    if issubclass(kind, Enum):
+        return _joined(kind, [value.name, text_of(value.value)])
     return None
 
 
@@ -139,7 +160,7 @@ def _code_text(code: CodeType) -> str:
 
 def hash_sources(sources: Iterable[str]) -> dict[str, str]:
     """What each source is now: a SHA-256 of a file (by its path or `file_source`), or of a global's or an environment
-    variable's value.
+    variable's value. Always the same for what is `unseen`.
 
     "missing" where a file cannot be read or found, or a value is gone. A global's module is imported, as the model's
     own code does, unless it is already.
@@ -151,6 +172,8 @@ def hash_sources(sources: Iterable[str]) -> dict[str, str]:
             hashes[source] = "missing" if file is None else file_hash(file)
         elif source.startswith(_GLOBAL):
             hashes[source] = _global_hash(*source.removeprefix(_GLOBAL).split(":", 1))
+        elif source.startswith(_UNSEEN):
+            hashes[source] = "unseen"
         elif source.startswith(_ENVIRONMENT):
             hashes[source] = _text_hash(os.environ.get(source.removeprefix(_ENVIRONMENT)))
         else:
@@ -163,11 +186,14 @@ def _global_hash(module: str, path: str) -> str:
         value: Any = sys.modules.get(module) or importlib.import_module(module)
     except (Exception, SystemExit):
         return "missing"
-    for name in path.split("."):
-        value = attribute_of(value, name)
-        if value is ABSENT:
-            return "missing"
-    return _text_hash(stable_text(value))
+    try:
+        for name in path.split("."):
+            value = attribute_of(value, name)
+            if value is ABSENT:
+                return "missing"
+        return _text_hash(stable_text(value))
+    except Exception:  # another thread changes it, or its class has odd ways
+        return "missing"
 
 
 def _text_hash(text: str | None) -> str:

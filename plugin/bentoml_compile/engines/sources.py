@@ -2,6 +2,7 @@
 
 Compiled code has all of them baked in, and a warm boot of an ahead-of-time artifact does not trace again. So the cold
 boot watches one eager run, and the artifact keeps what it saw; artifacts/hashing.py compares it with what is there now.
+What cannot be compared is kept by name: it leaves the artifact in doubt, and each boot that loads it verifies it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import logging
 import os
 import sys
 import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -27,7 +29,10 @@ from bentoml_compile.artifacts.hashing import (
     global_source,
     hash_sources,
     stable_text,
+    unseen_source,
 )
+
+logger = logging.getLogger("bentoml_compile")
 
 _OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -63,7 +68,16 @@ def watched_sources() -> Iterator[dict[str, str]]:
             yield sources
         finally:
             sys.setprofile(before)
-            sources.update(hash_sources(read | _sources_of(seen)))
+            sources.update(_collected(read, seen))
+
+
+def _collected(read: set[str], seen: dict[CodeType, dict[str, Any]]) -> dict[str, str]:
+    """Fails no boot: an exception here would be taken for the model's own."""
+    try:
+        return hash_sources(read | _sources_of(seen))
+    except Exception as error:
+        logger.debug("sources could not be read", exc_info=True)
+        return hash_sources([unseen_source(f"the model's code ({type(error).__name__})")])
 
 
 def _sources_of(seen: dict[CodeType, dict[str, Any]]) -> set[str]:
@@ -97,13 +111,13 @@ def _globals(code: CodeType, names: dict[str, Any], attributes: set[str]) -> set
     found = set()
     for name in code.co_names:
         if name in names and isinstance(module, str):
-            found |= _reached(module, name, names[name], attributes)
+            found |= _read(module, name, names[name], attributes)
     for imported in _modules(code, names):
         used = {
             source
             for name in code.co_names
             if name in vars(imported)
-            for source in _reached(imported.__name__, name, vars(imported)[name], attributes)
+            for source in _read(imported.__name__, name, vars(imported)[name], attributes)
         }
         found |= used
         found |= {file_source(str(imported.__file__), imported.__name__)} if used else set()
@@ -116,16 +130,24 @@ def _modules(code: CodeType, names: dict[str, Any]) -> list[ModuleType]:
     found = {}
     for name in code.co_names:
         for value in (names.get(name), sys.modules.get(name), sys.modules.get(f"{package}.{name}")):
-            if isinstance(value, ModuleType) and _is_the_users(getattr(value, "__file__", None) or ""):
+            if _is_module(value) and _is_the_users(getattr(value, "__file__", None) or ""):
                 found[value.__name__] = value
     return list(found.values())
+
+
+def _read(module: str, name: str, value: Any, attributes: set[str]) -> set[str]:
+    try:
+        return _reached(module, name, value, attributes)
+    except Exception:  # e.g. another thread changes it
+        logger.debug("global %s of %s could not be read", name, module, exc_info=True)
+        return {unseen_source(f"{module}:{name}")}
 
 
 def _reached(module: str, path: str, value: Any, attributes: set[str], depth: int = _DEPTH) -> set[str]:
     """The global itself, or what of it the code can read by name, if it is an object."""
     if stable_text(value) is not None:
         return {global_source(module, path)}
-    if isinstance(value, ModuleType) or depth == 0 or _is_no_setting(value):
+    if _is_module(value) or depth == 0 or _is_no_setting(value):
         return set()
     found = set()
     for name in attributes:
@@ -133,7 +155,7 @@ def _reached(module: str, path: str, value: Any, attributes: set[str], depth: in
         if inner is not ABSENT and (stable_text(inner) is not None or not callable(inner)):
             found |= _reached(module, f"{path}.{name}", inner, attributes, depth - 1)
     if found:
-        kind = value if isinstance(value, type) else type(value)
+        kind = _class_of(value)
         file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
         found |= {file_source(file, kind.__module__)} if _is_the_users(file) else set()
     return found
@@ -141,9 +163,17 @@ def _reached(module: str, path: str, value: Any, attributes: set[str], depth: in
 
 def _is_no_setting(value: Any) -> bool:
     """Tensors and modules: export refuses those that are no part of the model. Others change with the process."""
-    kind = value if isinstance(value, type) else type(value)
+    kind = _class_of(value)
     top = kind.__module__.partition(".")[0]
     return issubclass(kind, (torch.Tensor, torch.nn.Module)) or top in _NO_SETTINGS
+
+
+def _is_module(value: Any) -> TypeGuard[ModuleType]:
+    return issubclass(type(value), ModuleType)  # not isinstance: `__class__` may be a property
+
+
+def _class_of(value: Any) -> type:
+    return value if issubclass(type(value), type) else type(value)
 
 
 # environment and files
