@@ -89,6 +89,22 @@ def test_the_reference_runs_in_float64_on_a_copy() -> None:
     torch.testing.assert_close(exact, model.double()(inputs.args[0].double()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_other_values_of_float8_are_finite(dtype: torch.dtype) -> None:
+    given = torch.linspace(1, torch.finfo(dtype).max, 64).to(dtype)
+    (other,) = varied(ExampleInput((given,), {}), (), ("x",)).args
+    assert other.dtype is dtype
+    assert other.float().isfinite().all()
+    assert not torch.equal(other.float(), given.float())
+
+
+def test_a_dtype_without_operators_keeps_its_values() -> None:
+    given = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    (other,) = varied(ExampleInput((given,), {}), (), ("x",)).args
+    assert torch.equal(other.view(torch.uint8), given.view(torch.uint8))
+    assert other.data_ptr() != given.data_ptr()
+
+
 class OfBatch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

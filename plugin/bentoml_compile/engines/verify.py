@@ -164,9 +164,21 @@ def varied(example: ExampleInput, bounds: Sequence[Bound], names: tuple[str, ...
 
 
 def _other_values(value: torch.Tensor, bound: Bound | None) -> torch.Tensor:
+    try:
+        return _random_values(value, bound)
+    except NotImplementedError as error:  # of dtypes that torch can only hold, as float4 (2.13.0)
+        logger.debug("verify: no other values of %s: %s", value.dtype, error)
+        return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _random_values(value: torch.Tensor, bound: Bound | None) -> torch.Tensor:
     result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if value.is_floating_point() or value.is_complex():
-        result.copy_(torch.randn(value.shape, device=value.device) * _scale(value))
+        other = torch.randn(value.shape, device=value.device) * _scale(value)
+        if value.dtype.itemsize == 1:  # where torch makes NaN of what is too large
+            limits = torch.finfo(value.dtype)
+            other = other.clamp(limits.min, limits.max)
+        result.copy_(other)
     elif bound is not None:
         result.copy_(torch.randint(bound.low, bound.high + 1, value.shape, device=value.device))
     else:
@@ -176,7 +188,8 @@ def _other_values(value: torch.Tensor, bound: Bound | None) -> torch.Tensor:
 
 
 def _scale(value: torch.Tensor) -> float:
-    largest = float(value.detach().abs().max()) if value.numel() else 1.0
+    wide = value.detach().float() if value.dtype.itemsize == 1 else value.detach()  # float8 has no abs() and no max()
+    largest = float(wide.abs().max()) if value.numel() else 1.0
     return largest if 0.0 < largest < float("inf") else 1.0
 
 
