@@ -10,14 +10,17 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
 
 from bentoml_compile.errors import ConfigError, GraphBreakError, UnpreparedInputError, VerificationError
 from bentoml_compile.listener import Call, Listener, Stage
@@ -120,6 +123,71 @@ def test_reject_refuses_an_unprepared_shape_and_lists_the_prepared_ones(make: Ma
         compiled(ids=ids(3, 3))
     assert e.value.error_code.value == 422
     assert compiled(ids=ids(2, 5))["logits"].shape == (2, 3)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+
+
+class OfBatch(nn.Module):
+    """Reads a batch as its class is read; a list's is another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, BaseModelOutput):
+            return self.linear(batch.last_hidden_state)
+        if isinstance(batch, Pair):
+            return self.linear(batch.x)
+        if isinstance(batch, (list, tuple)):
+            return self.linear(batch[0]) + isinstance(batch, list)
+        if isinstance(batch, torch.Tensor):
+            return self.linear(batch if batch.is_nested else batch.float())
+        return self.linear(batch["x"])
+
+
+BATCHES: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: {"x": x},
+    lambda x: OrderedDict(x=x),
+    lambda x: UserDict(x=x),
+    lambda x: BatchEncoding({"x": x}),
+    lambda x: BaseModelOutput(last_hidden_state=x),
+    Pair,
+    lambda x: (x,),
+    lambda x: [x],
+]
+
+
+def test_examples_in_containers_of_any_class_are_prepared_as_they_are(make: Make) -> None:
+    torch.manual_seed(0)
+    model, wide = OfBatch().eval(), torch.randn(8, 16)
+    examples = [(batch(wide[:, :8].contiguous()),) for batch in BATCHES]
+    compiled = make(model, examples, on_unprepared="reject")
+    assert [shape.engine for shape in compiled.report.shapes] == ["jit"] * len(BATCHES)
+    for batch in BATCHES:
+        for x in (wide[:, :8].contiguous(), wide[:, 8:], wide[:1, 8:].expand(8, 8)):
+            torch.testing.assert_close(compiled(batch(x)), model(batch(x)))
+
+
+def test_a_tensor_that_has_no_signature_is_answered_eagerly_or_refused(make: Make) -> None:
+    model, recorder = OfBatch().eval(), Recorder()
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])
+    examples = [(torch.ones(2, 8),)]
+    for config in ({}, {"on_unprepared": "compile"}, {"prepare_after": 1}):
+        compiled = make(model, examples, recorder=recorder, **config)
+        assert torch.equal(compiled(nested).to_padded_tensor(0.0), model(nested).to_padded_tensor(0.0))
+        assert recorder.calls[-1].executable.engine == "eager"
+    with pytest.raises(UnpreparedInputError, match=r"batch: nested torch.float32"):
+        make(model, examples, on_unprepared="reject")(nested)
+
+
+def test_an_example_of_float8_is_prepared(make: Make) -> None:
+    model, x = OfBatch().eval(), torch.randn(2, 8).to(torch.float8_e4m3fn)
+    compiled = make(model, [(x,)], on_unprepared="reject")
+    assert compiled.report.shapes[0].engine == "jit"
+    torch.testing.assert_close(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("value", [11, 10_000_000, -1])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -161,9 +162,65 @@ def test_a_container_that_holds_itself_has_no_signature() -> None:
     assert signature_of(NAMES, (), {"ids": endless}) is None
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, torch.ones(2, 2).to_sparse(), torch._neg_view(ONES), lambda: 0])
-def test_what_cannot_be_compared_has_no_signature(value: Any) -> None:
+class Failing(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+
+def endless() -> list[Any]:
+    items: list[Any] = [ONES]
+    items.append(items)
+    return items
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (lambda: 0, "function"),
+        (types.MappingProxyType({"a": ONES}), "mappingproxy"),
+        (Failing(a=ONES), "KeyError"),
+        (endless(), "holds itself"),
+        (torch.ones(2, 2).to_sparse(), "sparse"),
+        (torch._neg_view(ONES), "lazily"),
+        (torch.nested.nested_tensor([ONES, ONES]), "nested"),
+        (torch.nested.nested_tensor([ONES, ONES], layout=torch.jagged), "nested"),
+        (torch.quantize_per_tensor(ONES, 0.1, 0, torch.quint8), "quint8"),
+        (torch.ones(4, dtype=torch.uint8).view(torch.bits8), "bits8"),
+    ],
+)
+def test_what_cannot_be_compared_or_copied_has_no_signature_and_is_named_as_an_example(value: Any, words: str) -> None:
     assert signature_of(NAMES, (), {"ids": value}) is None
+    assert "ids: " in describe(ExampleInput((), {"ids": value}), NAMES)
+    assert batch_size_of((), {"ids": value}) in (1, 2, 4)
+    with pytest.raises(ConfigError, match=rf"'encoder'.*example_inputs\[0\].*'ids'.*{words}.*NamedTuple"):
+        read_example_inputs([{"ids": value, "mask": ONES}], model="encoder")
+
+
+class Uncopied(dict[str, Any]):
+    def __copy__(self) -> Any:
+        raise TypeError("only one of these")
+
+
+class Another(dict[str, Any]):
+    def __copy__(self) -> Any:
+        return dict(self)
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Uncopied, "only one of these"), (Another, "when it is copied")])
+def test_an_example_of_which_no_like_one_can_be_made_is_refused(kind: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'encoder'.*example_inputs\[0\].*{words}"):
+        read_example_inputs([(kind(x=ONES),)], model="encoder")
+
+
+def test_examples_are_copied_and_keep_what_code_depends_on() -> None:
+    given = (BatchEncoding({"x": ONES}), ONES.clone().requires_grad_())
+    [example] = read_example_inputs([given], model="encoder")
+    example.args[0]["x"].zero_()
+    assert ONES.sum() == 6
+    for other in (example, example.without_values()):
+        assert signature_of(NAMES, other.args, {}) == signature_of(NAMES, given, {})
 
 
 def test_descriptions_are_sorted_and_name_dtype_and_sizes() -> None:

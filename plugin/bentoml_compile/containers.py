@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 
 def items_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The items of a list, a tuple or a Mapping, of whatever class, in order, each with its index or key; else None."""
+    """The items of a list, tuple or MutableMapping, of whatever class, in order, each with its index or key; else None.
+
+    Another Mapping cannot be written to, so that there is no way to make one like it.
+    """
     if type(value) is dict:
         return value.items()
     if isinstance(value, (list, tuple)):
         return enumerate(value)
-    if isinstance(value, Mapping):  # transformers' BatchEncoding is a Mapping, but not a dict
+    if isinstance(value, MutableMapping):  # transformers' BatchEncoding is a Mapping, but not a dict
         return ((key, value[key]) for key in value)
     return None
 

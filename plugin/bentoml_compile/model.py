@@ -85,7 +85,7 @@ def compile_model(
     """
     _check_name(name)
     config = parse_config(config, where=f"compile_model(name={name!r})")
-    examples = [example.clone() for example in read_example_inputs(example_inputs, model=name)]
+    examples = read_example_inputs(example_inputs, model=name)
     _check_model(model, method, name)
     names = parameter_names(getattr(model, method))
     check_ranges(config.ranges, examples, names, where=f"compile_model(name={name!r})")

@@ -25,6 +25,17 @@ Path = tuple[Any, ...]
 Change = Callable[[str, Path, torch.Tensor], torch.Tensor]  # of (argument, path inside of it, tensor)
 
 _CONSTANTS = (int, bool, float, str, type(None), torch.dtype, torch.device)
+_INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+# those that tensors can be copied, filled and compared in; the others are quantized or parts of a byte
+_DTYPES = frozenset(
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex or name in _INTEGERS)
+)
+_SUPPORTED = (
+    "an argument may be a plain tensor, a number, a text, None, a torch.dtype or torch.device, or a list, tuple, "
+    "NamedTuple, dict or other MutableMapping of these"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ class ExampleInput:
 
 
 def read_example_inputs(example_inputs: Any, *, model: str) -> list[ExampleInput]:
-    """Checks what the user gave: a non-empty list of dicts (keyword arguments) or tuples (positional ones).
+    """Checks and copies what the user gave: a non-empty list of dicts (keyword arguments) or tuples (positional ones).
 
     Raises:
         ConfigError: names the model, the entry and what is allowed.
@@ -71,18 +82,32 @@ def read_example_inputs(example_inputs: Any, *, model: str) -> list[ExampleInput
 
 
 def _read_example(entry: Any, index: int, model: str) -> ExampleInput:
+    where = f"compile_model(name={model!r}): example_inputs[{index}]"
     if isinstance(entry, tuple):
         example = ExampleInput(entry, {})
     elif isinstance(entry, Mapping):  # transformers' BatchEncoding is a Mapping, but not a dict
         example = ExampleInput((), dict(entry))
     else:
         raise ConfigError(
-            f"compile_model(name={model!r}): example_inputs[{index}] must be a dict of keyword arguments or a tuple of "
-            f"positional ones, not {type(entry).__name__}"
+            f"{where} must be a dict of keyword arguments or a tuple of positional ones, not {type(entry).__name__}"
         )
+    for name, value in by_name(example.args, example.kwargs, ()).items():
+        if problem := _why_no_signature(value):
+            raise ConfigError(f"{where}: no code can be prepared for argument {name!r}: {problem}; {_SUPPORTED}")
     if not any(True for _ in tensor_leaves((example.args, example.kwargs))):
-        raise ConfigError(f"compile_model(name={model!r}): example_inputs[{index}] holds no tensor")
-    return example
+        raise ConfigError(f"{where} holds no tensor")
+    return _copied(example, where)
+
+
+def _copied(example: ExampleInput, where: str) -> ExampleInput:
+    try:
+        copied = example.clone()
+    except Exception as error:
+        raise ConfigError(f"{where} cannot be copied: {type(error).__name__}: {error}; {_SUPPORTED}") from error
+    before, after = (signature_of((), one.args, one.kwargs) for one in (example, copied))
+    if before is None or after is None or relaxed(before) != relaxed(after):
+        raise ConfigError(f"{where} is something else when it is copied: {describe(copied, ())}; {_SUPPORTED}")
+    return copied
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -104,8 +129,21 @@ def signature_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
         signature = frozenset(items)
         # an argument that comes twice, by position and by name, is a TypeError for the model to raise
         return signature if len(signature) == len(items) else None
-    except (_NoSignature, RecursionError):  # a container may hold itself
+    except Exception:  # besides _NoSignature: a container may hold itself, and an argument's own code may fail
         return None
+
+
+def _why_no_signature(value: Any) -> str:
+    """Empty where an argument has one."""
+    try:
+        _leaf(value)
+    except RecursionError:
+        return "a container that holds itself, or too many in each other"
+    except _NoSignature as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def relaxed(signature: Signature) -> Signature:
@@ -195,16 +233,19 @@ def argument_name(names: tuple[str, ...], index: int) -> str:
 
 
 class _NoSignature(Exception):
-    """An argument is neither a strided tensor nor a plain value nor a container of them."""
+    """An argument is neither a plain tensor nor a plain value nor a container of them; the message says what it is."""
 
 
 def _leaf(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_neg() or value.is_conj():  # lazy: the memory differs
-            raise _NoSignature
+        if value.layout is not torch.strided or value.dtype not in _DTYPES or value.is_neg() or value.is_conj():
+            raise _NoSignature(_unlike_others(value))
         # Dynamo's guards tell inference tensors from others, by their dispatch keys
         state = (value.requires_grad, value.is_inference())
-        return (type(value), value.dtype, value.shape, value.stride(), value.device, state)
+        try:
+            return (type(value), value.dtype, value.shape, value.stride(), value.device, state)
+        except RuntimeError:
+            raise _NoSignature(_unlike_others(value)) from None
     kind = type(value)
     if kind is float:
         return (kind, value.hex())  # 0.0 equals -0.0 and NaN not itself
@@ -213,9 +254,21 @@ def _leaf(value: Any) -> Hashable:
     if kind is list or kind is tuple:
         return (kind, tuple(map(_leaf, value)))
     items = items_of(value)
-    if items is None or holds_more(value):
-        raise _NoSignature
+    if items is None:
+        raise _NoSignature(f"a {kind.__qualname__}")
+    if holds_more(value):
+        raise _NoSignature(f"a {kind.__qualname__} that has attributes beside its items")
     return (kind, tuple((key, _leaf(item)) for key, item in items))
+
+
+def _unlike_others(tensor: torch.Tensor) -> str:
+    if tensor.is_nested:
+        return "a nested tensor"  # which has no sizes
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.dtype not in _DTYPES:
+        return f"a tensor of {tensor.dtype}"
+    return "a lazily conjugated or negated tensor"  # its memory holds other values
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +290,20 @@ _PLAIN = Words()
 def describe(example: ExampleInput, names: tuple[str, ...], words: Words = _PLAIN) -> str:
     """The signature for people: "attention_mask: int64[2, 12], input_ids: int64[2, 12]"; strides only if unusual."""
     named = by_name(example.args, example.kwargs, names)
-    return ", ".join(f"{name}: {_describe(named[name], name, (), words)}" for name in sorted(named))
+    return ", ".join(f"{name}: {_described(named[name], name, words)}" for name in sorted(named))
+
+
+def _described(value: Any, name: str, words: Words) -> str:
+    try:
+        return _describe(value, name, (), words)
+    except Exception:  # whatever `signature_of` cannot read: it is to be named, and not to fail once more
+        return f"a {type(value).__qualname__}"
 
 
 def _describe(value: Any, name: str, path: Path, words: Words) -> str:
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return f"nested {value.dtype}"
         sizes = [words.sizes.get((name, path, dim), str(size)) for dim, size in enumerate(value.shape)]
         text = f"{str(value.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
         if value.layout is torch.strided and not value.is_contiguous():
@@ -264,11 +326,11 @@ def _key(key: Any) -> str:
 
 
 def batch_size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Size of the first dimension of the first tensor; 1 for a call without one."""
-    for _, tensor in tensor_leaves((args, kwargs)):
-        if tensor.dim():
-            return int(tensor.shape[0])
-    return 1
+    """Size of the first dimension of the first tensor; 1 for a call without one, or of which it cannot be told."""
+    try:
+        return next((int(tensor.size(0)) for _, tensor in tensor_leaves((args, kwargs)) if tensor.dim()), 1)
+    except Exception:
+        return 1
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -312,4 +374,5 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return empty.zero_().requires_grad_(tensor.requires_grad)
