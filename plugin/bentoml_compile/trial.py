@@ -70,13 +70,15 @@ class Trial:
         try:
             expected, actual = call(self.target.trial, inputs.clone()), call(_compiled(shape), inputs.clone())
             comparison = compare(expected, actual, config=config, reference=lambda: self._exact(inputs.clone()))
+            again = comparison
+            if comparison.problem:
+                again = compare(expected, call(self.target.trial, inputs.clone()), config=config)
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [""])[0]
             return Failure("verification", f"could not be compared{at}: {type(error).__name__}: {first_line}")
         shape.max_error = max(shape.max_error or 0.0, comparison.max_error)
         if not comparison.problem:
             return None
-        again = compare(expected, call(self.target.trial, inputs.clone()), config=config)
         if again.problem:
             words = (
                 f"eager gives another result each time ({again.problem}); does it draw random numbers or keep state?"
