@@ -256,6 +256,17 @@ def test_a_cloned_example_shares_nothing() -> None:
     assert ONES.sum() == 6
 
 
+def test_an_example_that_a_model_has_changed_in_any_way_is_another() -> None:
+    example = ExampleInput(({"x": ONES, "y": 1},), {})
+    assert example.equals(example.clone())
+    for change in ({"x": ONES * 2}, {"x": torch.ones(3, 2)}, {"x": [ONES]}, {"y": 2}, {"z": ONES}):
+        other = example.clone()
+        other.args[0].update(change)
+        assert not other.equals(example)
+    other.args[0].clear()
+    assert not other.equals(example)
+
+
 def test_the_batch_size_is_the_first_tensors_first_dimension() -> None:
     assert batch_size_of((), {"flag": 3, "ids": torch.ones(5, 2)}) == 5
     assert batch_size_of((torch.tensor(1.0),), {}) == 1

@@ -44,11 +44,9 @@ def rebuilt(value: Any, items: Iterable[Any]) -> Any:
 
 def holds_more(value: Any) -> bool:
     """Whether a container has public attributes that are not its items: code may read what no walk over these finds."""
-    own = getattr(value, "__dict__", None)
-    if not own:
-        return False
-    items = value if isinstance(value, Mapping) else {}
-    own = {name: item for name, item in own.items() if item is not None and not name.startswith("_")}
-    if isinstance(value, UserDict):
-        own.pop("data", None)
-    return any(name not in items or items[name] is not item for name, item in own.items())
+    for name, item in (getattr(value, "__dict__", None) or {}).items():
+        if item is None or name.startswith("_") or (name == "data" and isinstance(value, UserDict)):
+            continue
+        if not isinstance(value, Mapping) or name not in value or value[name] is not item:
+            return True
+    return False

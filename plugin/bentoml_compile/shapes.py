@@ -58,12 +58,13 @@ class ExampleInput:
         return ExampleInput(*with_tensors(self.args, self.kwargs, names, change))
 
     def equals(self, other: ExampleInput) -> bool:
-        """Whether all tensors of the other, of the same structure, have the same values (NaN equals NaN)."""
-        mine, theirs = leaves((self.args, self.kwargs)), leaves((other.args, other.kwargs))
+        """Whether the other has the same signature, and all its tensors the same values (NaN equals NaN)."""
+        if signature_of((), self.args, self.kwargs) != signature_of((), other.args, other.kwargs):
+            return False
+        mine, theirs = tensor_leaves((self.args, self.kwargs)), tensor_leaves((other.args, other.kwargs))
         return all(
             torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
             for (_, left), (_, right) in zip(mine, theirs, strict=True)
-            if isinstance(left, torch.Tensor)
         )
 
 
