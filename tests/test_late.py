@@ -328,6 +328,24 @@ def test_a_shape_that_is_seen_often_is_compiled_in_the_background(make: Make, tm
     assert not any(leaf.any() for leaf in learned.example.kwargs.values()), "a client's data is kept"
 
 
+@pytest.mark.parametrize("kind", ["inference", "parameter", "expanded"])
+def test_a_learned_shape_answers_the_call_that_it_was_learned_from(make: Make, kind: str) -> None:
+    """An example is copied to ordinary, dense tensors, and the call is not one."""
+    model = nn.Linear(8, 8)
+    compiled, recorder = make(model, [(torch.ones(2, 8),)], prepare_after=1)
+    with torch.inference_mode(kind == "inference"):
+        x = torch.arange(8.0).expand(3, 8) if kind == "expanded" else torch.rand(3, 8)
+    x = nn.Parameter(x) if kind == "parameter" else x
+    compiled(x)
+    wait_for_shape(compiled, "[3, 8]")
+    with torch.inference_mode():
+        expected = model(x)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected)
+    assert [call.executable.prepared for call in recorder.calls] == [False, True, True]
+    assert compiled._serving.shapes[-1].uses > 0
+
+
 def test_what_an_earlier_worker_has_learned_is_loaded(make: Make) -> None:
     outcomes = []
     for _ in range(2):

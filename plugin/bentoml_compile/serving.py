@@ -68,13 +68,13 @@ class Serving:
             return
         if shape.learned:
             self._learned[signature] = shape
-            return
-        if shape.sizes:
+        elif shape.sizes:
             alike = self._open.setdefault(open_signature(signature, self._ranges), [])
             alike.append(shape)
             alike.sort(key=lambda one: width(one.sizes))
             return
-        self.exact[signature] = shape
+        else:
+            self.exact[signature] = shape
         if not shape.writes_inputs:
             self._by_copy.setdefault(relaxed(signature), shape)
 
@@ -106,12 +106,11 @@ class Serving:
         """
         if signature is None:
             return None
-        if (shape := self._direct.get(signature)) is not None:
-            return Found(shape, args, kwargs)
-        if (shape := self._learned.get(signature)) is not None:
+        if (shape := self._direct.get(signature) or self._learned.get(signature)) is not None:
             shape.uses += 1
             return Found(shape, args, kwargs)
         if (shape := self._fitted.get(signature)) is not None:
+            shape.uses += 1
             return Found(shape, *fitted(shape.example, self._names, args, kwargs))
         if (shape := self._by_copy.get(relaxed(signature)) or self._range_of(signature, args, kwargs)) is not None:
             return self._found_by_copy(shape, signature, args, kwargs)
