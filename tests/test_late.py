@@ -420,6 +420,24 @@ def test_on_unprepared_compile_compiles_once_while_the_call_waits(make: Make) ->
     assert ("unprepared", "compile") in recorder.told
 
 
+class Uncopied(dict[str, Any]):
+    def __copy__(self) -> Any:
+        raise TypeError("only one of these")
+
+
+class OfBatch(nn.Linear):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch["x"])
+
+
+@pytest.mark.parametrize("config", [{"on_unprepared": "compile"}, {"prepare_after": 1}])
+def test_a_call_that_cannot_be_copied_is_answered_eagerly(make: Make, config: dict[str, Any]) -> None:
+    compiled, recorder = make(OfBatch(8, 8), [({"x": torch.ones(2, 8)},)], **config)
+    for _ in range(2):
+        assert compiled(Uncopied(x=torch.ones(3, 8))).shape == (3, 8)
+    assert [call.executable.engine for call in recorder.calls] == ["eager", "eager"]
+
+
 def test_weights_are_replaced_while_a_call_waits_for_its_compile(
     make: Make, slow_backend: tuple[str, threading.Event]
 ) -> None:

@@ -68,8 +68,9 @@ class LateShapes:
             seen = self._seen[signature] = self._seen.get(signature, 0) + 1
             if seen < wanted or not self._ask(signature):
                 return
-        example = inputs.clone()
-        background.run(lambda: self._prepare(example))
+        example = self._copied(inputs)
+        if example is not None:
+            background.run(lambda: self._prepare(example))
 
     def prepare_now(self, signature: Signature | None, inputs: ExampleInput) -> Compile | None:
         """Compiles in the caller's thread, which waits for it; None if this signature was asked for before.
@@ -83,7 +84,10 @@ class LateShapes:
                 if not self._ask(signature):
                     return None
             started = time.time_ns()
-            label = self._prepare(inputs.clone())
+            example = self._copied(inputs)
+            if example is None:
+                return None
+            label = self._prepare(example)
             return Compile(started, time.time_ns(), f"shape was not prepared: {label}")
 
     def forget(self, signature: Signature | None) -> None:
@@ -100,6 +104,14 @@ class LateShapes:
             self._asked.clear()
         self._asked.add(signature)
         return True
+
+    def _copied(self, inputs: ExampleInput) -> ExampleInput | None:
+        """None where none can be made, as of a class that refuses it: eager needs no copy."""
+        try:
+            return inputs.clone()
+        except Exception as error:
+            logger.warning("model %r: not prepared: a call's input cannot be copied: %s", self.target.name, error)
+            return None
 
     def _prepare(self, example: ExampleInput) -> str:
         target = self.target.of_examples((example,))
