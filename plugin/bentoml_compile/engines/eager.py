@@ -24,6 +24,16 @@ def call(function: Callable[..., Any], inputs: ExampleInput) -> Any:
         return function(*inputs.args, **inputs.kwargs)
 
 
+def call_as_traced(function: Callable[..., Any], inputs: ExampleInput) -> Any:
+    """The function's result, without gradients and with nothing compiled on the way.
+
+    Run at the sizes of a trace that is to follow, eager fills what the model's code keeps by size outside of its
+    modules (a global dict, an `lru_cache`) with real tensors. A trace would leave fake ones there.
+    """
+    with torch.compiler.set_stance("force_eager"), torch.inference_mode(False), torch.no_grad():
+        return function(*inputs.args, **inputs.kwargs)
+
+
 @contextlib.contextmanager
 def unchanged(model: torch.nn.Module) -> Iterator[None]:
     """A boot runs the model many times; its buffers and the random state are afterwards what they were."""

@@ -87,6 +87,7 @@ def _compile(target: Target, shape: PreparedShape, place: Path, record: Record) 
                 options=config.options,
                 sizes=shape.sizes,
                 compiler=compiler,
+                eager=target.trial,
             )
     finally:
         record.took(phases, shape.label)

@@ -29,13 +29,14 @@ from bentoml_compile.engines.aot import dynamic as dims
 from bentoml_compile.engines.aot.errors import NotExportable
 from bentoml_compile.engines.aot.hazards import find_foreign_constant, find_hazard
 from bentoml_compile.engines.aot.inductor import compile_program
+from bentoml_compile.engines.aot.leftovers import FakesLeft, refuse_leftovers
 from bentoml_compile.engines.aot.package import PACKAGE_FILE, Leaf, Package, Weight, save_constants, tensors_of
 from bentoml_compile.engines.aot.shadow import shadow
 from bentoml_compile.engines.aot.trace import Call, TracedResult
-from bentoml_compile.engines.eager import device_of_call
+from bentoml_compile.engines.eager import call_as_traced, device_of_call, eager_callable
 from bentoml_compile.engines.failures import out_of_memory
 from bentoml_compile.ranges import FreeSize, Place
-from bentoml_compile.shapes import ExampleInput, argument_name, parameter_names, tensor_leaves
+from bentoml_compile.shapes import ExampleInput, argument_name, describe, parameter_names, tensor_leaves
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -52,11 +53,13 @@ def export_package(
     options: Mapping[str, Any],
     sizes: Sequence[FreeSize] = (),
     compiler: Callable[..., str] | None = None,
+    eager: Callable[..., Any] | None = None,
 ) -> Package:
     """Compiles one method of a model ahead of time, for one example or a range of sizes around it.
 
-    Neither runs the live model nor changes it. Autocast and torch's settings are those of the caller; gradients are
-    off. Everything that makes a model NotExportable is found before anything is compiled.
+    Traces a copy; `eager` runs at the sizes that are traced, before where some vary and after. Autocast and torch's
+    settings are those of the caller; gradients are off. Everything that makes a model NotExportable is found before
+    anything is compiled.
 
     Args:
         directory: made if it is missing; the package is written into it, and nothing else.
@@ -64,12 +67,14 @@ def export_package(
         sizes: what may vary; `exported_sizes` tells what then does. Traced at sizes of at least 2: whether the package
             is right at 1 is for the caller to verify, since a branch on a size of 1 is baked in.
         compiler: None stands for `compile_program`; another of its kind compiles in another process.
+        eager: None stands for the live model's method; another runs a copy of the model.
 
     Raises:
-        NotExportable: compiled code would not do what eager does, or torch.export refuses the model.
+        NotExportable: compiled code would not do what eager does, or torch.export refuses the model; FakesLeft where
+            tracing has done harm to what the model keeps outside of its modules.
         Exception: whatever the compiler raises.
     """
-    call = _read_call(model, method, example)
+    call = _read_call(model, method, example, eager)
     directory.mkdir(parents=True, exist_ok=True)
     with _without_gradients(model):
         program, result = _export(call, sizes)
@@ -106,6 +111,7 @@ class _ExampleCall:
 
     model: nn.Module
     method: str
+    eager: Callable[..., Any]
     names: tuple[str, ...]
     example: ExampleInput
     tensors: list[torch.Tensor]
@@ -118,14 +124,16 @@ class _ExampleCall:
         return place.argument + "".join(f"[{key!r}]" for key in place.path)
 
 
-def _read_call(model: nn.Module, method: str, example: ExampleInput) -> _ExampleCall:
+def _read_call(
+    model: nn.Module, method: str, example: ExampleInput, eager: Callable[..., Any] | None = None
+) -> _ExampleCall:
     names = parameter_names(getattr(model, method))
     found = list(tensor_leaves((example.args, example.kwargs)))
     places = [
         Place(str(path[1]) if path[0] == 1 else argument_name(names, path[1]), path[2:], dim=0) for path, _ in found
     ]
     tensors, paths = [leaf.detach() for _, leaf in found], [path for path, _ in found]
-    return _ExampleCall(model, method, names, example, tensors, paths, places)
+    return _ExampleCall(model, method, eager or eager_callable(model, method), names, example, tensors, paths, places)
 
 
 # export
@@ -135,6 +143,8 @@ def _export(call: _ExampleCall, sizes: Sequence[FreeSize]) -> tuple[ExportedProg
     """Shares the dimensions that may be one; if export refuses that, each gets a symbol of its own."""
     try:
         return _export_once(call, sizes)
+    except FakesLeft:
+        raise
     except NotExportable as error:
         apart = dims.each_of_its_own(sizes)
         if len(apart) == len(sizes):
@@ -146,19 +156,38 @@ def _export(call: _ExampleCall, sizes: Sequence[FreeSize]) -> tuple[ExportedProg
 
 
 def _export_once(call: _ExampleCall, sizes: Sequence[FreeSize]) -> tuple[ExportedProgram, TracedResult]:
-    program, result = _traced(call, sizes, TracedResult())
-    return _traced(call, sizes, TracedResult(watched=True)) if result.in_doubt else (program, result)
+    tracing = dims.tracing_of(call.example, call.names, sizes, call.places)
+    if any(tracing.dims):  # else eager has just run with this example
+        _fill_caches(call, tracing.example)
+    try:
+        program, result = _traced(call, tracing, TracedResult())
+        if result.in_doubt:
+            program, result = _traced(call, tracing, TracedResult(watched=True))
+    except NotExportable:
+        refuse_leftovers(call.eager, tracing.example, call.names)
+        raise
+    refuse_leftovers(call.eager, tracing.example, call.names)
+    return program, result
 
 
-def _traced(
-    call: _ExampleCall, sizes: Sequence[FreeSize], result: TracedResult
-) -> tuple[ExportedProgram, TracedResult]:
+def _fill_caches(call: _ExampleCall, example: ExampleInput) -> None:
+    try:
+        call_as_traced(call.eager, example.clone())
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        given = describe(example, call.names)
+        raise NotExportable(
+            f"the model itself raises at the sizes to trace ({given}): {_reason(error, call)}"
+        ) from error
+
+
+def _traced(call: _ExampleCall, tracing: dims.Tracing, result: TracedResult) -> tuple[ExportedProgram, TracedResult]:
     """Fills `result`."""
     try:
         copied = shadow(call.model)
     except Exception as error:
         raise NotExportable(f"the model cannot be copied for tracing: {_reason(error, call)}") from error
-    tracing = dims.tracing_of(call.example, call.names, sizes, call.places)
     module = Call(copied, call.method, tracing.example, result)
     shapes = {"tensors": tracing.dims} if any(tracing.dims) else None
     try:
