@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from bentoml_compile.engines.aot import export
+from bentoml_compile.config import CompileConfig, VerifyConfig
+from bentoml_compile.engines.aot import build, export
 from bentoml_compile.engines.aot.errors import NotExportable
 from bentoml_compile.engines.aot.leftovers import FakesLeft
 from bentoml_compile.engines.eager import call
+from bentoml_compile.prepared import Target
 from bentoml_compile.ranges import free_sizes
 from bentoml_compile.shapes import ExampleInput
 
@@ -147,3 +149,36 @@ def test_a_copy_runs_in_place_of_the_live_model_where_there_is_one(tmp_path: Pat
 
     export_range(OnlyTheEnds(), tmp_path, eager=eager)  # which itself would raise
     assert sizes == [2, 2]  # before and after
+
+
+# made of weights
+
+_of_weights: dict[int, torch.Tensor] = {}
+
+
+class OfWeights(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = int(x.shape[0])
+        if size not in _of_weights:
+            _of_weights[size] = self.weight.sum() * ramp(size)
+        return super().forward(x) * _of_weights[size]
+
+
+def test_what_a_model_keeps_of_its_weights_is_not_of_those_that_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opened:
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            raise NotExportable("tried")
+
+        def close(self) -> None: ...
+
+    model, example = OfWeights(6, 6).eval(), ExampleInput((torch.rand(3, 6),), {})
+    config = CompileConfig.model_validate({"dynamic": {"x": {"0": [1, 8]}}})
+    target = Target(model, "forward", "weights", config, ("x",), (example,))
+    target.shapes[0].run = model
+    monkeypatch.setattr(build, "open_package", lambda *_: Opened())
+    with pytest.raises(NotExportable, match="tried"):
+        build._verify_with_other_weights(target, tmp_path, VerifyConfig())
+    with torch.no_grad():
+        torch.testing.assert_close(_of_weights[3], model.weight.sum() * ramp(3))
