@@ -135,6 +135,32 @@ def test_a_model_that_does_something_else_within_a_range_is_served_eagerly_there
         torch.testing.assert_close(made(x), Branch()(x))
 
 
+_ramps: dict[int, torch.Tensor] = {}
+
+
+@torch._dynamo.allow_in_graph
+def ramped(x: torch.Tensor) -> torch.Tensor:
+    """Dynamo does not look into it, and runs it with fake tensors."""
+    size = int(x.shape[1])
+    if size not in _ramps:
+        _ramps[size] = torch.ones(size).cumsum(0)
+    return x * _ramps[size]
+
+
+class Ramped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ramped(x) + 1
+
+
+def test_what_a_model_keeps_by_size_is_real_at_the_sizes_that_are_traced(closing: list[CompiledModel]) -> None:
+    """Equal sizes of two ranges are traced at different ones: [5, 4] here."""
+    made, _ = compiled(Ramped(), [(torch.rand(5, 5),)], engine="jit", dynamic={"x": {"0": [2, 8], "1": [2, 5]}})
+    closing.append(made)
+    assert 4 in _ramps
+    for length in (2, 3, 4, 5):
+        torch.testing.assert_close(made(torch.ones(3, length)), torch.arange(2.0, length + 2).expand(3, length))
+
+
 def test_an_index_whose_bound_grows_with_a_size_is_left_to_code_that_stands_a_wrong_one() -> None:
     config = CompileConfig.model_validate({"dynamic": {"rows": {"0": [2, 9]}}})
     example = ExampleInput((), {"rows": torch.rand(4, 3), "picked": torch.tensor([0, 1])})

@@ -17,7 +17,7 @@ from bentoml_compile.config import CompileConfig, nearest
 from bentoml_compile.engines import dynamo
 from bentoml_compile.engines.build import OnFailure, Record, examine, shape_failure
 from bentoml_compile.engines.copies import copied
-from bentoml_compile.engines.eager import eager_callable
+from bentoml_compile.engines.eager import call_as_traced, eager_callable
 from bentoml_compile.engines.own_thread import OwnThread
 from bentoml_compile.engines.phases import recorded_phases
 from bentoml_compile.errors import ConfigError
@@ -58,12 +58,12 @@ class JitProgram:
         threads: bool = True,
         name: str = "model",
     ) -> None:
-        self._eager = eager_callable(model, method)
+        self.eager = eager_callable(model, method)
         self._names = parameter_names(getattr(model, method))
         self._has_cuda_graphs = uses_cuda_graphs(model, config)
         self._fullgraph = fullgraph
         self._compiled = torch.compile(
-            self._eager,
+            self.eager,
             fullgraph=fullgraph,
             dynamic=config.dynamic if isinstance(config.dynamic, bool) else None,
             **_backend(config, threads),
@@ -265,6 +265,8 @@ def _prepare(program: JitProgram, shape: PreparedShape) -> None:
     traced = sizes_to_trace(shape.example, shape.names, shape.sizes)
     example = resized(shape.example, shape.names, zip(shape.sizes, traced, strict=True))
     varying = [size for size in shape.sizes if not size.is_fixed]
+    if varying:  # Dynamo runs a function that it does not look into (allow_in_graph) with fake tensors
+        call_as_traced(program.eager, example.clone())
     program.prepare(example, [(place, size.low, size.high) for size in varying for place in size.places])
 
 
