@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import contextvars
 import copy
 import enum
 import functools
+import itertools
+import operator
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -162,6 +171,80 @@ def test_a_class_attribute_that_changed_misses(monkeypatch: pytest.MonkeyPatch) 
     before = of(Net())
     monkeypatch.setattr(Net, "levels", 3)
     assert differing(of(Net()), before) == {"structure"}
+
+
+class Helper:
+    scale: object = 2.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (types.SimpleNamespace(scale=2.0), types.SimpleNamespace(scale=3.0)),
+        (frozenset({1, 2}), frozenset({1, 3})),
+        (np.array([2.0]), np.array([3.0])),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (staticmethod(lambda: 2.0), staticmethod(lambda: 3.0)),
+    ],
+)
+def test_a_class_attribute_counts_by_its_value_in_a_module_and_in_what_a_module_holds(
+    monkeypatch: pytest.MonkeyPatch, one: object, other: object
+) -> None:
+    model = Net()
+    model.activation = Helper()
+    model.config = Helper  # type: ignore[assignment]
+    seen = []
+    for value in (one, other):
+        monkeypatch.setattr(Net, "levels", value)
+        monkeypatch.setattr(Helper, "scale", value)
+        seen.append(of(model))
+    names = dict.fromkeys(seen[0].attributes.keys() | seen[1].attributes.keys())
+    assert {name for name in names if seen[0].attributes[name] != seen[1].attributes[name]} == {"activation", "config"}
+    assert differing(*seen) == {"structure", "attributes"}
+    assert seen[0].doubts == ()
+
+
+def test_a_module_that_is_an_attribute_counts_by_its_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = types.ModuleType("settings_of_a_test")
+    settings.scale = 2.0  # type: ignore[attr-defined]
+    before = Describer().describe(settings)
+    settings.scale = 3.0  # type: ignore[attr-defined]
+    assert Describer().describe(settings) != before
+
+
+def test_a_context_variable_counts_by_its_value() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
+    texts = [Describer().describe(variable) for value in (1, 2) if variable.set(value)]
+    assert texts[0] != texts[1]
+
+
+def doubts_about(value: object) -> set[str]:
+    describer = Describer()
+    describer.describe([value])
+    return describer.doubts
+
+
+def test_what_no_describer_can_see_is_in_doubt() -> None:
+    @functools.lru_cache
+    def cached(x: int) -> int:
+        return x
+
+    local = threading.local()
+    local.scale = 2.0
+    assert doubts_about(local) == {"a _thread._local"}
+    assert doubts_about(cached) == set()
+    cached(1)
+    assert len(doubts_about(cached)) == 1
+
+
+def test_an_ordinary_model_is_not_in_doubt() -> None:
+    model = tiny_bert("sdpa")
+    model.lock, model.pattern, model.both = threading.Lock(), re.compile("a"), [int | None, list[int]]  # type: ignore[assignment]
+    model.register_forward_hook(torch.no_grad()(lambda *_: None))
+    assert of(model).doubts == ()
 
 
 @pytest.mark.parametrize(
@@ -323,9 +406,17 @@ def default(value: object) -> Callable[[object], object]:
         (closure(1), closure(2)),
         (default(1), default(2)),
         (functools.partial(max, 1), functools.partial(max, 2)),
+        (types.SimpleNamespace(scale=1), types.SimpleNamespace(scale=2)),
+        (operator.itemgetter(1), operator.itemgetter(2)),
+        (array.array("d", [1.0]), array.array("d", [2.0])),
+        (collections.defaultdict(int), collections.defaultdict(float)),
+        (collections.deque([1], 2), collections.deque([1], 3)),
+        ({"a": 1}.get, {"a": 2}.get),
+        (itertools.count(1), itertools.count(2)),
         (lambda x: x + 1, lambda x: x + 2),
         (torch.float32, torch.float16),
         (torch.ones(2), torch.zeros(2)),
+        (int, float),
         (torch.ones(2).numpy(), torch.zeros(2).numpy()),
         ([nn.Linear(2, 2)], [nn.Linear(2, 3)]),
     ],
@@ -393,7 +484,7 @@ def test_hashed_files_tell_an_edit_and_a_missing_file(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-    import sys
+    import sys, threading
     import torch, transformers
     from torch import nn
     from bentoml_compile.artifacts.fingerprint import fingerprint
@@ -406,6 +497,7 @@ SCRIPT = """
     model = transformers.T5ForConditionalGeneration(config)  # it has a generation config
     model.words = {"one", "two", "three", ("four", 4), frozenset(["five", "six"])}
     model.pick = lambda x: x in {"seven", "eight", "nine"}
+    model.held = type("Held", (), {"words": frozenset({"ten", "eleven", "twelve"}), "lock": threading.Lock()})()
     model.register_forward_hook(lambda *_: None)
     seen = fingerprint(model, method="forward", config=CompileConfig(), shapes=["a", "b"])
     print(seen.id)

@@ -220,6 +220,136 @@ def test_a_profiler_that_was_there_is_there_again() -> None:
         sys.setprofile(None)
 
 
+HELD = """
+import collections, contextvars, functools, operator, re, threading
+import numpy as np
+
+class Conf:
+    def __init__(self, scale):
+        self.scale = scale
+
+class Act:
+    scale = 2.0
+    def __call__(self, x):
+        return x * self.scale
+
+def outer(scale):
+    return lambda x: x * scale
+
+def logged(f):
+    @functools.wraps(f)
+    def inner(x):
+        return f(x)
+    return inner
+
+@functools.lru_cache
+def cached():
+    return 2.0
+
+@functools.lru_cache
+def memo(x):
+    return 2.0
+
+@functools.lru_cache
+def not_called():
+    return 2.0
+
+ARRAY = np.array([2.0])
+REG, PAIR = {"a.b": Conf(2.0), 1: [Conf(2.0)]}, (Conf(2.0), Conf(2.0))
+DEFAULTS = collections.defaultdict(lambda: None, a=Conf(2.0))
+SELF = {"scale": 2.0}
+SELF["self"] = SELF
+ACT, OBJECT, PICK, VAR = logged(outer(2.0)), logged(Act()), operator.itemgetter(0), contextvars.ContextVar("VAR")
+WORD, COUNT, LOCK, LOCAL = re.compile("a"), operator.itemgetter(Conf(2.0)), threading.Lock(), threading.local()
+LARGE, SET, QUEUE = [2.0] * 2000, {Conf(2.0)}, collections.deque([2.0])
+VAR.set(2.0)
+cached()
+
+def array(x): return x * float(ARRAY[0])
+def registry(x): return x * REG["a.b"].scale
+def nested(x): return x * REG[1][0].scale
+def pair(x): return x * PAIR[1].scale
+def default(x): return x * DEFAULTS["a"].scale
+def loop(x): return x * SELF["scale"]
+def decorated(x): return ACT(x)
+def decorating(x): return OBJECT(x)
+def picking(x): return PICK((x, 2 * x))
+def variable(x): return x * VAR.get()
+def word(x): return x if WORD.match("a") else 2 * x
+def settings(x): return x * cached()
+def memoized(x): return x * memo(x)
+def unused(x): return x if x else not_called()
+def local(x): return x if LOCK else LOCAL
+def large(x): return x * LARGE[-1]
+def unordered(x): return x if SET else 2 * x
+def queue(x): return x * QUEUE[0]
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "held.py").write_text(HELD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("held")
+    sys.modules.pop("held")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("array", "held.ARRAY[0] = 3"),
+        ("registry", "held.REG['a.b'].scale = 3.0"),
+        ("nested", "held.REG[1][0].scale = 3.0"),
+        ("nested", "held.REG[1].append(2)"),
+        ("pair", "held.PAIR[1].scale = 3.0"),
+        ("default", "held.DEFAULTS['a'].scale = 3.0"),
+        ("loop", "held.SELF['scale'] = 3.0"),
+        ("decorated", "held.ACT = held.logged(held.outer(3.0))"),
+        ("decorating", "held.Act.scale = 3.0"),
+        ("picking", "held.PICK = held.operator.itemgetter(1)"),
+        ("variable", "held.VAR.set(3.0)"),
+        ("queue", "held.QUEUE[0] = 3.0"),
+        ("word", "held.WORD = held.re.compile('b')"),
+    ],
+)
+def test_what_a_global_holds_is_compared_by_value(held: ModuleType, name: str, change: str) -> None:
+    with watched_sources() as before:
+        getattr(held, name)(1.0)
+    assert unseen(before) == []
+    assert hash_sources(before) == before
+    exec(change, {"held": held})
+    assert hash_sources(before) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "doubts"),
+    [
+        ("settings", ["held:cached"]),
+        ("memoized", []),
+        ("unused", []),
+        ("local", ["held:LOCAL"]),
+        ("large", ["held:LARGE"]),
+        ("unordered", ["held:SET"]),
+    ],
+)
+def test_what_an_earlier_call_has_left_and_what_c_code_hides_is_a_doubt(
+    held: ModuleType, name: str, doubts: list[str]
+) -> None:
+    with watched_sources() as sources:
+        getattr(held, name)(1.0)
+    assert unseen(sources) == doubts
+
+
+def test_a_library_s_registry_counts_only_by_what_the_code_names(
+    held: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("bentoml_compile.engines.sources._PACKAGES", (str(tmp_path),))
+    with watched_sources() as sources:
+        held.default(1.0), held.nested(1.0)
+    assert "global held:DEFAULTS.['a'].scale" in sources
+    assert not any("held:REG" in source for source in sources)
+
+
 ODD = """
 import dataclasses, functools
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORMAT = 3  # of the axes and of the manifest; raise it when either changes its meaning
+FORMAT = 4  # of the axes and of the manifest; raise it when either changes its meaning
 _NAMED = 3  # attributes that a difference names before it only counts
 
 

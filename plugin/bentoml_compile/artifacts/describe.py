@@ -2,7 +2,7 @@
 
 Nothing in it depends on addresses, set order or PYTHONHASHSEED, and nothing of the value's own code is run: no
 property, no `__repr__`, no `__iter__`. Values that differ in a way that could change compiled code give different
-texts; the few that are known by name alone are listed in `_by_name`.
+texts; the few that are known by name alone are listed in `_by_name`, and what cannot be read at all is in `doubts`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import sys
 import types
 import uuid
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import nn
 
-from bentoml_compile.artifacts.hashing import short_hash
+from bentoml_compile.artifacts.hashing import CACHED, hides_state, reduced, short_hash
 
 _MAX_DEPTH = 100  # levels; what lies deeper counts by its class alone, long before Python's recursion limit
 
@@ -40,11 +41,13 @@ _PRINTED = (  # their repr is their value
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 _NATIVE = (
-    types.BuiltinFunctionType,
     types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
+    types.MemberDescriptorType,
 )
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)  # to an object, a class, a module or nothing
 _WRAPPERS = (staticmethod, classmethod)
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
@@ -76,14 +79,17 @@ class Describer:
 
     Attributes:
         files: the source files of the functions and classes that were met, without torch's and Python's own.
+        doubts: what was met that can be told from another by its class alone.
     """
 
     def __init__(self, names: Mapping[int, str] | None = None) -> None:
         self.files: set[Path] = set()
+        self.doubts: set[str] = set()
         self._noted: set[str] = set()  # names of files; a large model's functions name the same few thousands of times
         self._names = names or {}
         self._done: dict[int, tuple[object, str]] = {}  # holds the object, so that its id stays its own
         self._open: dict[int, int] = {}
+        self._hiding: dict[type, bool] = {}
 
     def describe(self, value: Any) -> str:
         kind = type(value)
@@ -97,6 +103,7 @@ class Describer:
         if key in self._open:
             return f"cycle {self._open[key]}"
         if len(self._open) >= _MAX_DEPTH:
+            self.doubts.add(f"what lies {_MAX_DEPTH} levels deep")
             return f"deep {qualified(kind)}"
         self._open[key] = len(self._open)
         try:
@@ -121,76 +128,105 @@ class Describer:
 
     def module_class(self, kind: type) -> str:
         """The class by name and by what its bases (torch's own aside) define: patched methods count, too."""
-        if id(kind) not in self._done:
-            parts = [text for base in kind.__mro__ for text in self._class_parts(base)]
-            self._done[id(kind)] = (kind, f"{qualified(kind)} {short_hash(parts)}")
-        return self._done[id(kind)][1]
+        return f"{qualified(kind)} {self.describe(kind)}"
 
-    def _class_parts(self, base: type) -> Iterator[str]:
+    def _class(self, kind: type) -> Iterator[str]:
+        yield qualified(kind)
+        if issubclass(kind, nn.Module):
+            for base in kind.__mro__:
+                yield from self._class_parts(base)
+            return
+        for base in kind.__mro__:
+            if not is_versioned(base.__module__):
+                # a library's functions are in its files, which are noted; its settings may be anywhere
+                yield from self._class_parts(base, functions=not _is_installed(base.__module__))
+
+    def _class_parts(self, base: type, *, functions: bool = True) -> Iterator[str]:
         yield qualified(base)
         self._note_source(base.__module__)
         own = not is_versioned(base.__module__)
         for name, value in sorted(vars(base).items()):
-            if isinstance(value, (types.FunctionType, *_WRAPPERS, property)):
-                if own or (name == "forward" and not is_versioned(getattr(value, "__module__", None))):
+            if issubclass(type(value), (types.FunctionType, *_WRAPPERS, property)):
+                if (own and functions) or (name == "forward" and not is_versioned(getattr(value, "__module__", None))):
                     yield f"{name} {self.describe(value)}"
-            elif own and not name.startswith("__"):
-                plain = type(value) in _SCALARS or isinstance(value, (tuple, list, dict, enum.Enum))
-                yield f"{name} {self.describe(value) if plain else qualified(type(value))}"
+            elif own and not name.startswith("__") and name not in _OF_ABC:
+                yield f"{name} {self.describe(value)}"
 
     def _parts(self, value: Any, kind: type) -> Iterator[str]:
         yield qualified(kind)
-        if isinstance(value, _PRINTED):
+        if issubclass(type(value), _PRINTED):
             yield repr(value)
-        elif isinstance(value, enum.Enum):
+        elif issubclass(type(value), enum.Enum):
             yield value.name
         elif (name := _by_name(value)) is not None:
             yield name
-            if isinstance(value, type):
-                self._note_source(value.__module__)
-        elif isinstance(value, torch.Tensor):
+            if issubclass(type(value), types.ModuleType) and not is_versioned(name):
+                self._note_source(name)
+                yield from self._constants(value)
+        elif issubclass(type(value), type):
+            yield from self._class(value)
+        elif kind is types.GeneratorType:
+            yield from map(self.describe, (value.gi_code, value.gi_frame and dict(value.gi_frame.f_locals)))
+        elif kind is ContextVar:
+            yield self.describe(value.get(None))
+        elif kind in (types.UnionType, types.GenericAlias):
+            yield self.describe(value.__args__)
+        elif issubclass(type(value), _BOUND):
+            yield qualified(value)
+            if not isinstance(value.__self__, types.ModuleType):
+                yield self.describe(value.__self__)
+        elif issubclass(type(value), torch.Tensor):
             yield from self.tensor(value)
-        elif isinstance(value, nn.Module):
+        elif issubclass(type(value), nn.Module):
             yield from self._hidden_module(value)
         elif kind.__module__ == "numpy" and hasattr(kind, "tobytes"):
             yield from self._array(value)
-        elif isinstance(value, types.CodeType):
+        elif issubclass(type(value), types.CodeType):
             yield from self._code(value)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(type(value), types.FunctionType):
             yield from self._function(value)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(type(value), types.MethodType):
             yield from map(self.describe, (value.__func__, value.__self__))
-        elif isinstance(value, functools.partial):
+        elif issubclass(type(value), functools.partial):
             yield from map(self.describe, (value.func, value.args, value.keywords))
-        elif isinstance(value, _WRAPPERS):
+        elif issubclass(type(value), _WRAPPERS):
             yield self.describe(value.__func__)
-        elif isinstance(value, property):
+        elif issubclass(type(value), property):
             yield from map(self.describe, (value.fget, value.fset))
         else:
             yield from self._container(value)
             yield from self._state(value, kind)
 
+    def _constants(self, module: types.ModuleType) -> Iterator[str]:
+        for name, value in sorted(vars(module).items()):
+            if type(value) in _SCALARS and not name.startswith("__"):
+                yield f"{name}={value!r}"
+
     def _container(self, value: Any) -> Iterator[str]:
         # The base class's own methods: a subclass's override is somebody's code.
-        if isinstance(value, dict):
+        if issubclass(type(value), dict):
             for key, item in dict.items(value):
                 yield f"{self.describe(key)}={self.describe(item)}"
-        elif isinstance(value, types.MappingProxyType):
+            if issubclass(type(value), defaultdict):
+                yield self.describe(value.default_factory)
+        elif issubclass(type(value), types.MappingProxyType):
             yield self.describe(dict(value))
-        elif isinstance(value, (list, tuple, deque)):
-            base = list if isinstance(value, list) else tuple if isinstance(value, tuple) else deque
-            items = list(base.__iter__(value))  # type: ignore[arg-type]
+        elif issubclass(type(value), (list, tuple, deque)):
+            base = list if issubclass(type(value), list) else tuple if issubclass(type(value), tuple) else deque
+            if issubclass(type(value), deque):
+                yield f"maxlen={value.maxlen}"
+            items = list(base.__iter__(value))
             if set(map(type, items)) <= _SCALARS:
                 yield repr(items)
             else:
                 yield from map(self.describe, items)
-        elif isinstance(value, (set, frozenset)):
-            base_set = set if isinstance(value, set) else frozenset
-            yield from sorted(map(self._apart, base_set.__iter__(value)))  # type: ignore[arg-type]
-        elif isinstance(value, (bytearray, memoryview)):
+        elif issubclass(type(value), (set, frozenset)):
+            base_set = set if issubclass(type(value), set) else frozenset
+            yield from sorted(map(self._apart, base_set.__iter__(value)))
+        elif issubclass(type(value), (bytearray, memoryview)):
             yield hashlib.sha256(value).hexdigest()
-        elif isinstance(value, (str, bytes, int, float, complex)):  # a subclass: an IntEnum has been met above
-            base_scalar = next(b for b in (str, bytes, int, float, complex) if isinstance(value, b))
+        elif issubclass(type(value), (str, bytes, int, float, complex)):  # a subclass: an IntEnum has been met above
+            base_scalar = next(b for b in (str, bytes, int, float, complex) if issubclass(type(value), b))
             yield base_scalar.__repr__(value)
 
     def _apart(self, value: Any) -> str:
@@ -199,6 +235,7 @@ class Describer:
         other._open = dict(self._open)
         text = other.describe(value)
         self.files |= other.files
+        self.doubts |= other.doubts
         return text
 
     def _state(self, value: Any, kind: type) -> Iterator[str]:
@@ -211,11 +248,26 @@ class Describer:
                 yield f"{name}={self.describe(item)}"
         for base in kind.__mro__:
             for name, slot in sorted(vars(base).items()):
-                if isinstance(slot, types.MemberDescriptorType) and not is_versioned(base.__module__):
+                if issubclass(type(slot), types.MemberDescriptorType) and not name.startswith("__"):
                     try:
                         yield f"{name}={self.describe(slot.__get__(value, kind))}"
                     except AttributeError:
                         yield f"{name} unset"
+        if not is_versioned(kind.__module__):
+            yield self.describe(kind)  # the class's attributes are the object's, too
+        if kind is CACHED:
+            if value.cache_info().currsize:
+                self.doubts.add(f"what {qualified(value)} has cached")
+        elif self._hides_state(kind) and not issubclass(type(value), types.MappingProxyType):
+            if (inside := reduced(value)) is None:
+                self.doubts.add(f"a {qualified(kind)}")
+            else:
+                yield self.describe(inside)
+
+    def _hides_state(self, kind: type) -> bool:
+        if kind not in self._hiding:
+            self._hiding[kind] = hides_state(kind)
+        return self._hiding[kind]
 
     def _function(self, function: types.FunctionType) -> Iterator[str]:
         yield qualified(function)
@@ -282,8 +334,15 @@ class Describer:
 # hash of itself that is another in every process. Checked with transformers 5.24.
 _LEFT_OUT_OF_HUGGING_FACE = ("_name_or_path", "name_or_path", "_commit_hash", "_original_object_hash")
 
+# What Python keeps in an abstract class. Checked with Python 3.11.
+_OF_ABC = ("_abc_impl",)
+
 # What torch.compile leaves in a module that it has compiled. Checked with torch 2.13.
 _MARKS_OF_TORCH_COMPILE = ("_compiled_call_impl", "_is_torch_compile")
+
+
+def _is_installed(module: str) -> bool:
+    return "-packages" in (getattr(sys.modules.get(module), "__file__", None) or "")
 
 
 def _is_hugging_face(kind: type) -> bool:
@@ -299,20 +358,21 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _by_name(value: Any) -> str | None:
     """The name, for what is known by it alone."""
-    if isinstance(value, (type, *_NATIVE)):
+    if issubclass(type(value), _NATIVE):
         return qualified(value)
-    if isinstance(value, (types.ModuleType, logging.Logger)):
+    if issubclass(type(value), (types.ModuleType, logging.Logger)):
         return getattr(value, "__name__", None) or getattr(value, "name", "")
-    if isinstance(value, torch.Generator):
+    if issubclass(type(value), torch.Generator):
         return str(value.device)
-    return "" if isinstance(value, weakref.ReferenceType) else None
+    is_weak = type(value).__module__ in ("weakref", "_weakrefset") or issubclass(type(value), weakref.ReferenceType)
+    return "" if is_weak else None
 
 
 def _instance_dict(value: Any) -> Mapping[str, Any]:
     state = inspect.getattr_static(value, "__dict__", None)  # not getattr: a class may make it a property
-    if isinstance(state, types.GetSetDescriptorType):
+    if issubclass(type(state), (types.GetSetDescriptorType, types.MemberDescriptorType)):  # e.g. a SimpleNamespace's
         state = state.__get__(value)
-    return state if isinstance(state, dict) else {}
+    return state if issubclass(type(state), dict) else {}
 
 
 def _is_versioned_file(name: str) -> bool:

@@ -52,7 +52,7 @@ def fingerprint(model: nn.Module, *, method: str, config: CompileConfig, shapes:
         **_config_axes(config),
         "shapes": _shortened("; ".join(shapes)),
     }
-    return Fingerprint(axes, seen.attributes)
+    return Fingerprint(axes, seen.attributes, seen.doubts)
 
 
 def _config_axes(config: CompileConfig) -> dict[str, str]:

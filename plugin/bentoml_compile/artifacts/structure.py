@@ -19,11 +19,14 @@ __all__ = ["ModelAxes", "model_axes"]
 
 @dataclass(frozen=True, slots=True)
 class ModelAxes:
-    """Axes of a model, and the single attributes behind the axis "attributes", so that a miss can name the one."""
+    """Axes of a model, the single attributes behind the axis "attributes", so that a miss can name the one, and what
+    of the model no axis tells.
+    """
 
     axes: dict[str, str]
     attributes: dict[str, str]
     devices: tuple[torch.device, ...]
+    doubts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def model_axes(model: nn.Module) -> ModelAxes:
         "tensors": f"{short_hash([*shapes, *_ties(tensors)])} ({_summary(tensors)})",
         "sources": _sources(describer.files),
     }
-    return ModelAxes(axes, attributes, _devices(tensors))
+    return ModelAxes(axes, attributes, _devices(tensors), tuple(sorted(describer.doubts)))
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

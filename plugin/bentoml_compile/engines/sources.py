@@ -15,19 +15,33 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, ModuleType
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import (
+    ClassMethodDescriptorType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, TypeGuard
 
 import torch
 
 from bentoml_compile.artifacts.hashing import (
     ABSENT,
+    CACHED,
     attribute_of,
     environment_source,
     file_source,
     global_source,
     hash_sources,
+    hides_state,
+    is_opaque,
+    part_of,
+    parts_of,
     stable_text,
     unseen_source,
 )
@@ -40,6 +54,7 @@ _PACKAGES = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "pl
 _READ_ENVIRONMENT: CodeType = type(os.environ).__getitem__.__code__
 _CODE = (".py", ".pyc", ".so")
 _NO_SETTINGS = ("torch", "logging", "threading", "os", "weakref")
+_METHODS = (FunctionType, MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
 _DEPTH = 3  # attributes of attributes of a global
 
 
@@ -84,11 +99,11 @@ def _sources_of(seen: dict[CodeType, dict[str, Any]]) -> set[str]:
     codes = {code: names for code, names in seen.items() if _is_the_users(code.co_filename)}
     # an object may be handed on to another function
     attributes = {name for code in codes for name in _names(code) if not name.startswith("__")}
-    found = set()
+    read = _Globals(attributes, seen.keys())
     for code, names in codes.items():
-        found.add(file_source(code.co_filename, names.get("__name__")))
-        found |= _globals(code, names, attributes)
-    return found
+        read.found.add(file_source(code.co_filename, names.get("__name__")))
+        read.named_by(code, names)
+    return read.found
 
 
 def _names(code: CodeType) -> set[str]:
@@ -105,23 +120,83 @@ def _is_the_users(path: str) -> bool:
 # globals
 
 
-def _globals(code: CodeType, names: dict[str, Any], attributes: set[str]) -> set[str]:
-    """The globals that a function names: its module's own, and those of modules that it or its module has imported."""
-    module = names.get("__name__")
-    found = set()
-    for name in code.co_names:
-        if name in names and isinstance(module, str):
-            found |= _read(module, name, names[name], attributes)
-    for imported in _modules(code, names):
-        used = {
-            source
-            for name in code.co_names
-            if name in vars(imported)
-            for source in _read(imported.__name__, name, vars(imported)[name], attributes)
-        }
-        found |= used
-        found |= {file_source(str(imported.__file__), imported.__name__)} if used else set()
-    return found
+@dataclass(eq=False)
+class _Globals:
+    """The globals that functions name: their modules' own, and those of modules that they or their modules import.
+
+    Attributes:
+        attributes: what the code reads of objects, by name.
+        ran: the code that was running.
+    """
+
+    attributes: set[str]
+    ran: Collection[CodeType]
+    found: set[str] = field(default_factory=set)
+    _done: dict[tuple[str, str], bool] = field(default_factory=dict)
+    _met: set[int] = field(default_factory=set)  # of the present global, which may contain itself
+
+    def named_by(self, code: CodeType, names: dict[str, Any]) -> None:
+        module = names.get("__name__")
+        for name in code.co_names:
+            if name in names and isinstance(module, str):
+                self._read(module, name, names[name])
+        for imported in _modules(code, names):
+            used = [self._read(imported.__name__, name, vars(imported)[name]) for name in code.co_names
+                    if name in vars(imported)]  # fmt: skip
+            if any(used):
+                self.found.add(file_source(str(imported.__file__), imported.__name__))
+
+    def _read(self, module: str, name: str, value: Any) -> bool:
+        """Whether the global is a setting."""
+        if (module, name) not in self._done:
+            self._met.clear()
+            try:
+                self._done[module, name] = self._reach(module, name, value)
+            except Exception:  # e.g. another thread changes it
+                logger.debug("global %s of %s could not be read", name, module, exc_info=True)
+                self._done[module, name] = self._cannot_see(module, name)
+        return self._done[module, name]
+
+    def _cannot_see(self, module: str, path: str) -> bool:
+        self.found.add(unseen_source(f"{module}:{path}"))
+        return True
+
+    def _reach(self, module: str, path: str, value: Any, depth: int = _DEPTH) -> bool:
+        """Notes the value itself, or what of it the code can read by name, if it is an object."""
+        if stable_text(value) is not None:
+            self.found.add(global_source(module, path))
+            return True
+        if _is_module(value) or _is_no_setting(value) or id(value) in self._met:
+            return False
+        self._met.add(id(value))
+        kind = type(value)
+        if kind is CACHED and value.cache_info().currsize and value.__wrapped__.__code__ not in self.ran:
+            return self._cannot_see(module, path)  # what an earlier call has left
+        if (kind is not CACHED and hides_state(kind)) or (is_opaque(value) and not _is_library(module)):
+            return self._cannot_see(module, path)
+        if depth == 0:
+            return False
+        used = [self._reach(module, f"{path}.{name}", part, depth - 1) for name, part in self._parts(module, value)]
+        for name in self.attributes:
+            inner = attribute_of(value, name)
+            if inner is not ABSENT and (depth == _DEPTH or not issubclass(type(inner), (type, *_METHODS))):
+                used.append(self._reach(module, f"{path}.{name}", inner, depth - 1))
+        if any(used):
+            self._note_class(value)
+        return any(used)
+
+    def _parts(self, module: str, value: Any) -> Iterable[tuple[str, Any]]:
+        """Of a library's dictionary what the code names: it may be a registry that every model adds to."""
+        parts = parts_of(value)
+        if issubclass(type(value), dict) and _is_library(module):
+            return [(name, parts[name]) for name in parts.keys() & set(map(part_of, self.attributes))]
+        return parts.items()
+
+    def _note_class(self, value: Any) -> None:
+        kind = _class_of(value)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        if _is_the_users(file):
+            self.found.add(file_source(file, kind.__module__))
 
 
 def _modules(code: CodeType, names: dict[str, Any]) -> list[ModuleType]:
@@ -135,37 +210,15 @@ def _modules(code: CodeType, names: dict[str, Any]) -> list[ModuleType]:
     return list(found.values())
 
 
-def _read(module: str, name: str, value: Any, attributes: set[str]) -> set[str]:
-    try:
-        return _reached(module, name, value, attributes)
-    except Exception:  # e.g. another thread changes it
-        logger.debug("global %s of %s could not be read", name, module, exc_info=True)
-        return {unseen_source(f"{module}:{name}")}
-
-
-def _reached(module: str, path: str, value: Any, attributes: set[str], depth: int = _DEPTH) -> set[str]:
-    """The global itself, or what of it the code can read by name, if it is an object."""
-    if stable_text(value) is not None:
-        return {global_source(module, path)}
-    if _is_module(value) or depth == 0 or _is_no_setting(value):
-        return set()
-    found = set()
-    for name in attributes:
-        inner = attribute_of(value, name)
-        if inner is not ABSENT and (stable_text(inner) is not None or not callable(inner)):
-            found |= _reached(module, f"{path}.{name}", inner, attributes, depth - 1)
-    if found:
-        kind = _class_of(value)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-        found |= {file_source(file, kind.__module__)} if _is_the_users(file) else set()
-    return found
-
-
 def _is_no_setting(value: Any) -> bool:
     """Tensors and modules: export refuses those that are no part of the model. Others change with the process."""
     kind = _class_of(value)
     top = kind.__module__.partition(".")[0]
     return issubclass(kind, (torch.Tensor, torch.nn.Module)) or top in _NO_SETTINGS
+
+
+def _is_library(module: str) -> bool:
+    return (getattr(sys.modules.get(module), "__file__", None) or "").startswith(_PACKAGES)
 
 
 def _is_module(value: Any) -> TypeGuard[ModuleType]:
