@@ -110,3 +110,11 @@ def test_an_index_that_is_computed_from_inputs_is_found(run: Any) -> None:
 )
 def test_an_index_that_depends_on_no_input_is_not_computed(run: Any) -> None:
     assert not find_indexing(run, ExampleInput((IDS,), {}), ()).computed
+
+
+def test_what_is_read_by_index_in_the_branches_of_an_operator_is_taken_for_computed() -> None:
+    def run(ids: torch.Tensor) -> Any:
+        return torch.cond(ids.sum() > 0, lambda ids: TABLE(ids), lambda ids: TABLE(ids) + 1, (ids,))
+
+    found = find_indexing(run, ExampleInput((IDS,), {}), ("ids",))
+    assert (found.bounds, found.computed) == ((), True)

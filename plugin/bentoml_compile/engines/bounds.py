@@ -86,6 +86,8 @@ def _bound(path: Path, low: int, high: int, names: tuple[str, ...]) -> Bound:
 
 
 class _IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
     def __init__(self, inputs: dict[Path, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ranges: dict[Path, tuple[int, int]] = {}
@@ -96,6 +98,8 @@ class _IndexTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "overloadpacket", func)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # e.g. torch.cond, in whose branches nothing is seen
+            self.computed = True
         for index, low, high in _indexed(packet, args, kwargs or {}):
             self._note(index, low, high)
         derived = any(_storage(tensor) in self._derived for tensor in _tensors((args, kwargs)))
