@@ -8,7 +8,6 @@ for stops a boot: GraphBreakError, VerificationError, ConfigError.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from bentoml_compile.artifacts.hashing import unseen
 from bentoml_compile.artifacts.places import NO_PLACES, Places
 from bentoml_compile.artifacts.store import Artifact
+from bentoml_compile.collecting import without_collecting
 from bentoml_compile.compiler import Compiler, compiling
 from bentoml_compile.config import VerifyConfig
 from bentoml_compile.engines.eager import unchanged
@@ -177,7 +177,7 @@ class Startup:
 
     def _looked_up(self) -> Artifact | None:
         try:
-            with _without_collecting():
+            with without_collecting():
                 return self._search.look_up()
         finally:
             self._compiler.kept = self._search.kept
@@ -189,7 +189,7 @@ class Startup:
             try:
                 self._stored = artifact.decisions
                 self._compiler.decide_as(artifact.decisions)
-                with _without_collecting() if artifact.engine == "aot" else contextlib.nullcontext():
+                with without_collecting() if artifact.engine == "aot" else contextlib.nullcontext():
                     self._compiler.load(artifact.cache, self._eager_by_decision())
             except TimeLimitReached:
                 self._time_is_up()
@@ -420,16 +420,3 @@ class Startup:
 
     def _is_loaded(self) -> bool:
         return self.artifact is not None and not self._compiler.compiled_now
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    """A full garbage collection takes 0.2 s where transformers is imported: not inside of a boot of milliseconds."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

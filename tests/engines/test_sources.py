@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -427,3 +428,32 @@ def test_a_failure_in_collecting_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> 
     with watched_sources() as sources:
         classifier()(ids())
     assert unseen(sources) == ["the model's code (ZeroDivisionError)"]
+
+
+FINALIZED = 0
+
+
+class Garbage:
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        global FINALIZED
+        FINALIZED += 1
+
+
+def test_what_a_finalizer_of_others_garbage_reads_is_not_the_models() -> None:
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1)
+    try:
+        with watched_sources() as sources:
+            Garbage()
+            made = [[number] for number in range(100)]
+            finalized = FINALIZED
+        assert (len(made), finalized) == (100, 0)
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+    assert not [source for source in sources if "FINALIZED" in source]
+    assert FINALIZED == 1

@@ -45,6 +45,7 @@ from bentoml_compile.artifacts.hashing import (
     stable_text,
     unseen_source,
 )
+from bentoml_compile.collecting import without_collecting
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -62,7 +63,8 @@ _DEPTH = 3  # attributes of attributes of a global
 def watched_sources() -> Iterator[dict[str, str]]:
     """Collects the sources of all Python functions that this thread calls inside, with their hashes; filled at the end.
 
-    torch and the standard library are left out: their versions are axes of the fingerprint.
+    torch and the standard library are left out: their versions are axes of the fingerprint. So are finalizers of
+    garbage, which is others' and may read what changes: a count, a registry.
     """
     sources: dict[str, str] = {}
     seen: dict[CodeType, dict[str, Any]] = {}
@@ -77,7 +79,7 @@ def watched_sources() -> Iterator[dict[str, str]]:
             seen[frame.f_code] = frame.f_globals
 
     before = sys.getprofile()
-    with _watched_files(read):
+    with _watched_files(read), without_collecting():
         sys.setprofile(on_call)
         try:
             yield sources
