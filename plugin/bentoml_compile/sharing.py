@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bentoml_compile.artifacts.artifact import Artifact
 from bentoml_compile.artifacts.fingerprint import Fingerprint
-from bentoml_compile.artifacts.lease import Ended
+from bentoml_compile.artifacts.lease import Ended, is_cut_short
 from bentoml_compile.artifacts.remote import Remote, uploads
 from bentoml_compile.artifacts.remote_lease import RemoteLease
 from bentoml_compile.artifacts.signing import PrivateKey, PublicKey
@@ -72,7 +72,7 @@ class Sharing:
             error: what ends the boot. If it is none of the boot's, as where the process is told to end, one of those
                 that wait takes its place.
         """
-        if self.lease is not None and not isinstance(error, Exception | None):
+        if self.lease is not None and is_cut_short(error):
             self.lease.abandon()
         elif not self._publishes:
             self._release()

@@ -427,7 +427,7 @@ def test_the_artifact_is_looked_for_once_more_when_the_holder_is_done(uri: str) 
 
 
 def test_progress_is_told_while_it_waits(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_lease, "_SAY_EVERY", 0.0)
+    monkeypatch.setattr("bentoml_compile.artifacts.lease._SAY_EVERY", 0.0)
     lease, said = lease_at(uri), list[float]()
     assert lease.take()
 

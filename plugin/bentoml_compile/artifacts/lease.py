@@ -14,11 +14,12 @@ The file tells how a holder ended: one that ended by itself has removed it, one 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -34,6 +35,11 @@ _SAY_EVERY = 5.0  # seconds
 Ended = Literal["done", "died", "timed_out"]
 
 
+def is_cut_short(error: BaseException | None) -> bool:
+    """What is no Exception (SystemExit, KeyboardInterrupt) ends the process, and not its work."""
+    return not isinstance(error, Exception | None)
+
+
 class Turn(ABC):
     """A right that its holder gives back at the end of a `with`, or leaves to the next one."""
 
@@ -45,17 +51,33 @@ class Turn(ABC):
     def abandon(self) -> None:
         """This process ends before it is done: one of those that wait takes its place."""
 
+    @staticmethod
+    def _looked_at(
+        look: Callable[[], Ended | None], seconds: float, say: Callable[[float], None], pauses: Iterator[float]
+    ) -> Ended:
+        """What the first look says that says anything; the pauses between them are in seconds."""
+        started = said = time.monotonic()
+        while True:
+            if (ended := look()) is not None:
+                return ended
+            now = time.monotonic()
+            if now - started >= seconds:
+                return "timed_out"
+            if now - said >= _SAY_EVERY:
+                say(now - started)
+                said = now
+            time.sleep(min(next(pauses), started + seconds - now))
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is no Exception (SystemExit, KeyboardInterrupt) ends the process, and not its work."""
-        if kind is None or issubclass(kind, Exception):
-            self.release()
-        else:
+        if is_cut_short(error):
             self.abandon()
+        else:
+            self.release()
 
 
 class Lease(Turn):
@@ -93,17 +115,7 @@ class Lease(Turn):
             "done": the holder ended by itself, and has left an artifact or found that there is none to be had. "died":
             it was ended, and the lease is now held by this process. "timed_out": somebody still holds it.
         """
-        started = said = time.monotonic()
-        while True:
-            if (ended := self._ended()) is not None:
-                return ended
-            now = time.monotonic()
-            if now - started >= seconds:
-                return "timed_out"
-            if now - said >= _SAY_EVERY:
-                say(now - started)
-                said = now
-            time.sleep(min(_POLL, started + seconds - now))
+        return self._looked_at(self._ended, seconds, say, itertools.repeat(_POLL))
 
     def _ended(self) -> Ended | None:
         try:

@@ -23,7 +23,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -39,7 +39,6 @@ PAYLOAD_TYPE = "application/vnd.bentoml-compile.lease+json"
 TTL = 30.0  # seconds without a change until a holder counts as dead
 _OLD = 900.0  # seconds since it was written, by two machines' clocks, after which nobody waits to see it change
 _FIRST_POLL, _LONGEST_POLL, _GROWTH = 0.5, 5.0, 1.5  # seconds, and a factor
-_SAY_EVERY = 5.0  # seconds
 _SETTLE = 0.3  # seconds; in which another's write, begun before ours, is done
 _MOST_BYTES = 64 << 10  # a model's name may be long
 _MOST_FAILURES = 3  # in a row: one alone must not set a hundred waiting machines to work
@@ -131,28 +130,23 @@ class RemoteLease(Turn):
             longer rewrites the lease, which is now held by this process if it has asked for it by `take`.
             "timed_out": somebody still holds it.
         """
-        started = said = time.monotonic()
-        watch, pause, failures = _Watch(self._ttl), _FIRST_POLL, 0
-        while True:
+        watch, failures = _Watch(self._ttl), 0
+
+        def look() -> Ended | None:
+            nonlocal failures
             self._patience.renew()
             try:
                 ended, failures = self._ended(watch, found), 0
             except Exception as error:
                 failures += 1
                 self.failure = f"{type(error).__name__}: {error}"
-                ended = "done" if failures >= _MOST_FAILURES else None
-                if ended is None:
-                    self._patience.forgive()
-            if ended is not None:
-                return ended
-            now = time.monotonic()
-            if now - started >= seconds:
-                return "timed_out"
-            if now - said >= _SAY_EVERY:
-                say(now - started)
-                said = now
-            time.sleep(min(pause * random.uniform(0.5, 1.0), started + seconds - now))
-            pause = min(pause * _GROWTH, _LONGEST_POLL)
+                if failures >= _MOST_FAILURES:
+                    return "done"
+                self._patience.forgive()
+                return None
+            return ended
+
+        return self._looked_at(look, seconds, say, _pauses())
 
     def _ended(self, watch: _Watch, found: Callable[[], bool]) -> Ended | None:
         lease = self._read_in_time()
@@ -268,6 +262,14 @@ class RemoteLease(Turn):
 
     def _is_ours(self, lease: _Content | None) -> bool:
         return lease is not None and lease.holder == self._id
+
+
+def _pauses() -> Iterator[float]:
+    """Longer and longer, and no two machines' alike."""
+    pause = _FIRST_POLL
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(pause * _GROWTH, _LONGEST_POLL)
 
 
 class _Content(BaseModel):
