@@ -33,6 +33,14 @@ def scaled(x):
 """
 
 
+def imported(name: str, text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module of that text, imported from the folder until it has been yielded."""
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module(name)
+    sys.modules.pop(name)
+
+
 @pytest.fixture
 def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     (tmp_path / "helper.py").write_text(HELPER)
@@ -289,10 +297,7 @@ def queue(x): return x * QUEUE[0]
 
 @pytest.fixture
 def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    (tmp_path / "held.py").write_text(HELD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("held")
-    sys.modules.pop("held")
+    yield from imported("held", HELD, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -402,10 +407,7 @@ def raising(x):
 
 @pytest.fixture
 def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    (tmp_path / "odd.py").write_text(ODD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("odd")
-    sys.modules.pop("odd")
+    yield from imported("odd", ODD, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["slotted", "partial", "looped", "deep", "proxied", "unreadable"])
