@@ -25,6 +25,7 @@ from bentoml_compile.padding import Cuts, Group, Padded, Padding, Sizes
 from bentoml_compile.prepared import PreparedShape, Target
 from bentoml_compile.ranges import size_at
 from bentoml_compile.shapes import ExampleInput, by_name, describe
+from bentoml_compile.words import first_line
 
 MAX_COMBINATIONS = 16
 
@@ -282,4 +283,4 @@ def _words(sizes: torch.Size | None) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    return first_line(error)

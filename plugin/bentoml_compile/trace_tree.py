@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from bentoml_compile.words import one_line
+
 _PREFIX = "torch_compile."
 _LONG = 60  # characters of an attribute's value
 _ERROR = (2, "STATUS_CODE_ERROR")
@@ -104,7 +106,7 @@ def _failure(span: Span) -> str:
     if span.error is None:
         return ""
     status = next((span.attributes[name] for name in _STATUS if name in span.attributes), None)
-    return f"  error: {_line(span.error) or ('unknown' if status is None else f'HTTP status {status}')}"
+    return f"  error: {one_line(span.error) or ('unknown' if status is None else f'HTTP status {status}')}"
 
 
 def _shown(attributes: dict[str, Any]) -> str:
@@ -113,12 +115,8 @@ def _shown(attributes: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else _line(str(value))
+    text = f"{value:.6g}" if isinstance(value, float) else one_line(value)
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _spans(request: dict[str, Any]) -> Iterator[Span]:

@@ -16,6 +16,7 @@ from bentoml_compile.engines.measure import measure
 from bentoml_compile.engines.verify import compare, in_higher_precision, varied
 from bentoml_compile.prepared import PreparedShape, Target
 from bentoml_compile.shapes import ExampleInput, describe
+from bentoml_compile.words import first_line
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -74,8 +75,7 @@ class Trial:
             if comparison.problem:
                 again = compare(expected, call(self.target.trial, inputs.clone()), config=config)
         except Exception as error:
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            return Failure("verification", f"could not be compared{at}: {type(error).__name__}: {first_line}")
+            return Failure("verification", f"could not be compared{at}: {type(error).__name__}: {first_line(error)}")
         shape.max_error = max(shape.max_error or 0.0, comparison.max_error)
         if not comparison.problem:
             return None

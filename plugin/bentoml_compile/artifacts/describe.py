@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bentoml_compile.artifacts.hashing import CACHED, hides_state, reduced, short_hash
+from bentoml_compile.artifacts.hashing import CACHED, file_of, hides_state, reduced, short_hash
 
 _MAX_DEPTH = 100  # levels; what lies deeper counts by its class alone, long before Python's recursion limit
 
@@ -154,16 +154,16 @@ class Describer:
 
     def _parts(self, value: Any, kind: type) -> Iterator[str]:
         yield qualified(kind)
-        if issubclass(type(value), _PRINTED):
+        if issubclass(kind, _PRINTED):
             yield repr(value)
-        elif issubclass(type(value), enum.Enum):
+        elif issubclass(kind, enum.Enum):
             yield value.name
         elif (name := _by_name(value)) is not None:
             yield name
-            if issubclass(type(value), types.ModuleType) and not is_versioned(name):
+            if issubclass(kind, types.ModuleType) and not is_versioned(name):
                 self._note_source(name)
                 yield from self._constants(value)
-        elif issubclass(type(value), type):
+        elif issubclass(kind, type):
             yield from self._class(value)
         elif kind is types.GeneratorType:
             yield from map(self.describe, (value.gi_code, value.gi_frame and dict(value.gi_frame.f_locals)))
@@ -171,30 +171,30 @@ class Describer:
             yield self.describe(value.get(None))
         elif kind in (types.UnionType, types.GenericAlias):
             yield self.describe(value.__args__)
-        elif issubclass(type(value), _BOUND):
+        elif issubclass(kind, _BOUND):
             yield qualified(value)
             if not isinstance(value.__self__, types.ModuleType):
                 yield self.describe(value.__self__)
-        elif issubclass(type(value), torch.Tensor):
+        elif issubclass(kind, torch.Tensor):
             yield from self.tensor(value)
-        elif issubclass(type(value), nn.Module):
+        elif issubclass(kind, nn.Module):
             yield from self._hidden_module(value)
         elif kind.__module__ == "numpy" and hasattr(kind, "tobytes"):
             yield from self._array(value)
-        elif issubclass(type(value), types.CodeType):
+        elif issubclass(kind, types.CodeType):
             yield from self._code(value)
-        elif issubclass(type(value), types.FunctionType):
+        elif issubclass(kind, types.FunctionType):
             yield from self._function(value)
-        elif issubclass(type(value), types.MethodType):
+        elif issubclass(kind, types.MethodType):
             yield from map(self.describe, (value.__func__, value.__self__))
-        elif issubclass(type(value), functools.partial):
+        elif issubclass(kind, functools.partial):
             yield from map(self.describe, (value.func, value.args, value.keywords))
-        elif issubclass(type(value), _WRAPPERS):
+        elif issubclass(kind, _WRAPPERS):
             yield self.describe(value.__func__)
-        elif issubclass(type(value), property):
+        elif issubclass(kind, property):
             yield from map(self.describe, (value.fget, value.fset))
         else:
-            yield from self._container(value)
+            yield from self._container(value, kind)
             yield from self._state(value, kind)
 
     def _constants(self, module: types.ModuleType) -> Iterator[str]:
@@ -202,31 +202,31 @@ class Describer:
             if type(value) in _SCALARS and not name.startswith("__"):
                 yield f"{name}={value!r}"
 
-    def _container(self, value: Any) -> Iterator[str]:
+    def _container(self, value: Any, kind: type) -> Iterator[str]:
         # The base class's own methods: a subclass's override is somebody's code.
-        if issubclass(type(value), dict):
+        if issubclass(kind, dict):
             for key, item in dict.items(value):
                 yield f"{self.describe(key)}={self.describe(item)}"
-            if issubclass(type(value), defaultdict):
+            if issubclass(kind, defaultdict):
                 yield self.describe(value.default_factory)
-        elif issubclass(type(value), types.MappingProxyType):
+        elif issubclass(kind, types.MappingProxyType):
             yield self.describe(dict(value))
-        elif issubclass(type(value), (list, tuple, deque)):
-            base = list if issubclass(type(value), list) else tuple if issubclass(type(value), tuple) else deque
-            if issubclass(type(value), deque):
+        elif issubclass(kind, (list, tuple, deque)):
+            base = list if issubclass(kind, list) else tuple if issubclass(kind, tuple) else deque
+            if issubclass(kind, deque):
                 yield f"maxlen={value.maxlen}"
             items = list(base.__iter__(value))
             if set(map(type, items)) <= _SCALARS:
                 yield repr(items)
             else:
                 yield from map(self.describe, items)
-        elif issubclass(type(value), (set, frozenset)):
-            base_set = set if issubclass(type(value), set) else frozenset
+        elif issubclass(kind, (set, frozenset)):
+            base_set = set if issubclass(kind, set) else frozenset
             yield from sorted(map(self._apart, base_set.__iter__(value)))
-        elif issubclass(type(value), (bytearray, memoryview)):
+        elif issubclass(kind, (bytearray, memoryview)):
             yield hashlib.sha256(value).hexdigest()
-        elif issubclass(type(value), (str, bytes, int, float, complex)):  # a subclass: an IntEnum has been met above
-            base_scalar = next(b for b in (str, bytes, int, float, complex) if issubclass(type(value), b))
+        elif issubclass(kind, (str, bytes, int, float, complex)):  # a subclass: an IntEnum has been met above
+            base_scalar = next(b for b in (str, bytes, int, float, complex) if issubclass(kind, b))
             yield base_scalar.__repr__(value)
 
     def _apart(self, value: Any) -> str:
@@ -258,7 +258,7 @@ class Describer:
         if kind is CACHED:
             if value.cache_info().currsize:
                 self.doubts.add(f"what {qualified(value)} has cached")
-        elif self._hides_state(kind) and not issubclass(type(value), types.MappingProxyType):
+        elif self._hides_state(kind) and not issubclass(kind, types.MappingProxyType):
             if (inside := reduced(value)) is None:
                 self.doubts.add(f"a {qualified(kind)}")
             else:
@@ -320,7 +320,7 @@ class Describer:
 
     def _note_source(self, module: str | None) -> None:
         if not is_versioned(module):
-            self._note_file(getattr(sys.modules.get(module or ""), "__file__", None) or "")
+            self._note_file(file_of(module))
 
     def _note_file(self, name: str) -> None:
         if name in self._noted:
@@ -342,7 +342,7 @@ _MARKS_OF_TORCH_COMPILE = ("_compiled_call_impl", "_is_torch_compile")
 
 
 def _is_installed(module: str) -> bool:
-    return "-packages" in (getattr(sys.modules.get(module), "__file__", None) or "")
+    return "-packages" in file_of(module)
 
 
 def _is_hugging_face(kind: type) -> bool:

@@ -171,6 +171,11 @@ def file_source(path: str, module: object) -> str:
     return f"{_MODULE}{module}" if isinstance(module, str) and _imported_from(module) == path else path
 
 
+def file_of(module: str | None) -> str:
+    """Where a module that is imported was loaded from; empty if that is no file."""
+    return getattr(sys.modules.get(module or ""), "__file__", None) or ""
+
+
 def _imported_from(module: str) -> str | None:
     return None if module == "__main__" else getattr(sys.modules.get(module), "__file__", None)
 

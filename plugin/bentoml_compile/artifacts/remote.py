@@ -36,6 +36,7 @@ from bentoml_compile.artifacts.store import Store
 from bentoml_compile.artifacts.uploads import Uploads, uploads
 from bentoml_compile.errors import ArtifactRejected, ConfigError
 from bentoml_compile.report import Rejection
+from bentoml_compile.words import one_line
 
 __all__ = ["Remote", "Uploads", "uploads"]
 
@@ -214,7 +215,7 @@ def _parsed(payload: bytes) -> dict[str, Any]:
 def _words(error: Exception) -> str:
     if isinstance(error, (ArtifactRejected, ConfigError, TimeoutError)) and str(error):
         return str(error)
-    text = " ".join(str(error).split())[:_MOST_WORDS]  # Azure's errors have many lines
+    text = one_line(error, _MOST_WORDS)  # Azure's errors have many lines
     if isinstance(error, FileNotFoundError):
         return f"not found: {text}"
     if isinstance(error, PermissionError):

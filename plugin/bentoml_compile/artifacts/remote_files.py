@@ -22,6 +22,7 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 from bentoml_compile.artifacts.manifest import sync_directory
 from bentoml_compile.errors import ConfigError
+from bentoml_compile.words import one_line
 
 _TEMPORARY = ".tmp"
 _LEFT_BEHIND = 24 * 3600.0  # seconds; a file that takes longer to write is not one of ours
@@ -43,7 +44,7 @@ def _says_denied(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]
         except Exception as error:
             if isinstance(error, PermissionError) or not _is_denied(error):
                 raise
-            raise PermissionError(" ".join(str(error).split())) from error
+            raise PermissionError(one_line(error)) from error
 
     return call
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bentoml_compile.errors import CompileError
+from bentoml_compile.words import one_line
 
 if TYPE_CHECKING:
     from bentoml_compile.artifacts.artifact import Artifact
@@ -97,7 +98,7 @@ class Uploads:
                 logger.debug("model %r: upload, attempt %d: %s", artifact.model, attempt, error)
             if attempt < self._attempts:
                 time.sleep(min(self._pause * 2 ** (attempt - 1), self._longest) * random.uniform(0.5, 1.0))
-        kind, text = type(failure).__name__, " ".join(str(failure).split())
+        kind, text = type(failure).__name__, one_line(failure)
         logger.warning("model %r: artifact not uploaded to %s: %s: %s", artifact.model, remote.uri, kind, text)
         return failure
 

@@ -16,6 +16,7 @@ from urllib.request import getproxies
 from bentoml_compile.config import SECTION, CompileConfig, nearest, parse_config
 from bentoml_compile.doctor import shared, storage, tools
 from bentoml_compile.doctor.check import Check, Finding, in_one_line, ok, problem, warning
+from bentoml_compile.words import one_line
 
 T = TypeVar("T")
 
@@ -230,7 +231,7 @@ def _heard() -> Iterator[list[str]]:
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(" ".join(record.getMessage().split())[:300])
+            said.append(one_line(record.getMessage(), 300))
 
     logger, ear = logging.getLogger("opentelemetry"), Ear(logging.WARNING)
     logger.addHandler(ear)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from bentoml_compile.words import one_line
+
 Status = Literal["ok", "warning", "problem"]
 T = TypeVar("T")
 
@@ -148,5 +150,5 @@ def install(debian: str, redhat: str) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
+    text = one_line(error, 300)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from bentoml_compile.errors import ConfigError, GraphBreakError
+from bentoml_compile.words import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,6 @@ def _output(chain: list[BaseException]) -> str:
             printed = str(link).split("Output:", 1)[1]
         text = printed.decode(errors="replace") if isinstance(printed, bytes) else str(printed or "")
         if text.strip():
-            return " ".join(text.split())[:300]
+            return one_line(text, 300)
     status = next((link.returncode for link in chain if isinstance(link, subprocess.CalledProcessError)), None)
     return f"exit status {status}" if status is not None else "without a word"

@@ -35,6 +35,7 @@ from bentoml_compile.artifacts.hashing import (
     CACHED,
     attribute_of,
     environment_source,
+    file_of,
     file_source,
     global_source,
     hash_sources,
@@ -196,7 +197,7 @@ class _Globals:
 
     def _note_class(self, value: Any) -> None:
         kind = _class_of(value)
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+        file = file_of(kind.__module__)
         if _is_the_users(file):
             self.found.add(file_source(file, kind.__module__))
 
@@ -220,7 +221,7 @@ def _is_no_setting(value: Any) -> bool:
 
 
 def _is_library(module: str) -> bool:
-    return (getattr(sys.modules.get(module), "__file__", None) or "").startswith(_PACKAGES)
+    return file_of(module).startswith(_PACKAGES)
 
 
 def _is_module(value: Any) -> TypeGuard[ModuleType]:

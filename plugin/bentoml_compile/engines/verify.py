@@ -22,6 +22,7 @@ from bentoml_compile.config import VerifyConfig
 from bentoml_compile.engines.bounds import Bound
 from bentoml_compile.engines.eager import device_of, eager_callable
 from bentoml_compile.shapes import ExampleInput
+from bentoml_compile.words import one_line
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -122,7 +123,7 @@ def _not_close(want: torch.Tensor, got: torch.Tensor, config: VerifyConfig) -> s
     try:
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
     except AssertionError as error:
-        return " ".join(str(error).split())
+        return one_line(error)
     return ""
 
 

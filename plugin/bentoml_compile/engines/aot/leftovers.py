@@ -18,6 +18,7 @@ from bentoml_compile.engines.aot.errors import NotExportable
 from bentoml_compile.engines.eager import call_as_traced
 from bentoml_compile.engines.failures import out_of_memory
 from bentoml_compile.shapes import ExampleInput, describe
+from bentoml_compile.words import first_line
 
 logger = logging.getLogger("bentoml_compile")
 
@@ -51,6 +52,6 @@ def _meets(eager: Callable[..., Any], example: ExampleInput) -> str | None:
     except Exception as error:
         if out_of_memory(error):
             raise
-        return f"raises {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+        return f"raises {type(error).__name__}: {first_line(error)[:200]}"
     fake = any(isinstance(leaf, _OF_A_TRACE) for leaf in pytree.tree_leaves(output))
     return "returns fake tensors" if fake else None
